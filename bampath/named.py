@@ -21,9 +21,9 @@ BAM_SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "llama1b": (2048, 16, 32, 8, 8192),
 }
 
-# The paper's names. "432M" fits only the l14 head sweep: l14.1 keeps the head size 48 of l12, l15 and l18. "1.1B" fits l24
-# and llama1b: l24 is taken, since it continues the family (MLP twice as wide as the model, as many key heads as heads)
-# and closes the published sweep over six sizes; llama1b stays under its own name.
+# The paper's names. "432M" fits only the l14 head sweep: l14.1 keeps the head size 48 of l12, l15 and l18. "1.1B" fits
+# both l24 and llama1b: l24 is taken, since it continues the family (MLP twice as wide as the model, one key head per
+# head) and closes the published sweep over six sizes; llama1b stays under its own name.
 BAM_NAMES = {"bam-120m": "l12", "bam-432m": "l14.1", "bam-1.1b": "l24"}
 
 
@@ -55,8 +55,8 @@ def bam(size: str) -> Config:
 def path_760m() -> Config:
     """PaTH's recipe (arXiv 2505.16381, section 4): 50B tokens of FineWeb-Edu at context 4,096.
 
-    The paper states no shape and no Adam betas: 1536 × 24 layers × 24 heads of 64 is FoX's 760M, the MLP of 4,096 is the
-    default of the library that it was trained with, and (0.9, 0.95) are FoX's; all three are assumptions.
+    The paper states no shape and no Adam betas: 1536 × 24 layers × 24 heads of 64 is FoX's 760M, the MLP of 4,096 is
+    the default of the library that it was trained with, and (0.9, 0.95) are FoX's; all three are assumptions.
     """
     return Config(
         model=ModelConfig(

@@ -23,7 +23,7 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], at: str = "") -> T:
-    """Rebuild a dataclass from `to_dict`'s output. ValueError for unknown keys, TypeError for values of another type."""
+    """Rebuild a dataclass from `to_dict`'s output. ValueError for unknown keys, TypeError for wrong types."""
     hints = get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     for key in values:
@@ -91,14 +91,13 @@ def flat(config: Any, at: str = "") -> dict[str, Any]:
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist: the nearest names, then everything in the same section."""
-    section = key.rpartition(".")[0]
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    if not near:  # train.stpes, or a right name in a wrong section
-        last = key.rpartition(".")[2]
+    section, _, last = key.rpartition(".")
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
+    if not near:  # a right name in a wrong section, or a wrong section
         tails = {name.rpartition(".")[2]: name for name in known}
-        near = [tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=3, cutoff=0.6)]
+        near = [tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=2, cutoff=0.75)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    siblings = [name for name in known if "." in name and name.rpartition(".")[0] == section]
     return f"unknown key {key!r}{hint} There are: {', '.join(siblings or known)}"
 
 
