@@ -12,13 +12,18 @@
 A fifth name, `visibility`, limits which keys a query may see (a sliding window).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from bampath.params import Role, tagged
+from bampath.positions import options
+from bampath.positions.priors import PartPrior, combine
 from kernels.attention.api import DistancePrior
 
 Array = jax.Array
@@ -42,9 +47,9 @@ class Geometry:
 class Tokens:
     """The tokens that one call of a layer sees (in training the whole row, in decode the new tokens only).
 
-    x [B, T, dim] normed input of the layer; positions [B, T] int32, restarting per document; counts [B, T] int32, number
-    of keys visible to each query, itself included; segment_ids [B, T] int32, one id per document, negative for padding.
-    """
+    x [B, T, dim] normed input of the layer; positions [B, T] int32, restarting per document; counts [B, T] int32,
+    number of keys visible to each query, itself included (a window may lower it further); segment_ids [B, T] int32, one
+    id per document, negative for padding."""
 
     x: Array
     positions: Array
@@ -75,10 +80,22 @@ Carry = dict[str, Any]  # per-part state between calls in decode (for example th
 
 
 @dataclass(frozen=True)
+class Param:
+    """How one parameter is made: `init(key, shape, dtype)`, logical axes (one name or None per dimension), its role."""
+
+    shape: tuple[int, ...]
+    init: Callable[..., Array]
+    axes: tuple[str | None, ...]
+    role: Role
+
+
+@dataclass(frozen=True)
 class Part:
     """One term of a scheme, such as `bam` in `bam+ssmax`: an immutable description; its options are its fields.
 
-    `module(geometry)` gives the Flax module that owns the part's parameters and fills its slot:
+    A part describes its parameters (`parameters`) and gives pure functions of them: `fill` for a slot of attention (a
+    part with a distance prior only writes `log_prior` and, if need be, `prior_params`), `embed` for the input slot.
+    `module` wraps them in the one Flax module that owns the parameters:
 
         slots, carry = module(slots, tokens, carry)
 
@@ -88,15 +105,96 @@ class Part:
 
     NAME: ClassVar[str] = ""
     SLOT: ClassVar[SlotName] = "prior"
-    shared: bool = field(default=False, init=False, repr=False)  # True: one set of parameters for all layers
+    MAIN: ClassVar[str | None] = None  # the option that a spec may give without its name, as in window(512)
+    GATES: ClassVar[bool] = False  # fills log_gates
+    CARRIES_KEYS: ClassVar[bool] = False  # a cache must keep its keys carried to the newest token, in float32
 
-    def module(self, geometry: Geometry) -> nn.Module:
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        options.check(self)
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise ValueError for option values that make no sense, alone or together."""
+
+    def check(self, others: "tuple[Part, ...]") -> None:
+        """Raise ValueError if this part cannot stand beside `others` in one composition."""
+
+    @property
+    def spec(self) -> str:
+        """Canonical text of the part; default options are left out."""
+        return options.canonical(self)
+
+    @property
+    def shared(self) -> bool:
+        """True: one set of parameters for all layers."""
+        return False
+
+    def parameters(self, geometry: Geometry) -> dict[str, Param]:
+        """Name -> description of each learned parameter; all are float32."""
+        return {}
+
+    def module(self, geometry: Geometry, name: str | None = None) -> nn.Module:
+        """The module that owns the part's parameters and fills its slot."""
+        return InputModule(self, geometry, name=name) if self.SLOT == "input" else PartModule(self, geometry, name=name)
 
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Any:
         """State before the first token; None for a part without state."""
         return None
 
-    def distance_prior(self, params: Any) -> DistancePrior | None:
-        """The part's prior as a function of distance, from its own parameters; None if it has none."""
-        return None
+    def fill(
+        self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any
+    ) -> tuple[Slots, Any]:
+        """Slots with this part's slot filled, and the part's state after `tokens`. Default: add the distance prior."""
+        prior = self.distance_prior(params, geometry.heads)
+        return (slots if prior is None else replace(slots, prior=combine([slots.prior, prior]))), carry
+
+    def embed(self, params: dict[str, Array], geometry: Geometry, positions: Array) -> Array:
+        """What an input part adds to the token embeddings: [B, T, dim] float32."""
+        raise NotImplementedError(f"{self.NAME} does not fill the input slot")
+
+    def distance_prior(self, params: Any, heads: int | None = None) -> DistancePrior | None:
+        """The part's prior as a function of distance, from its own parameters; None if it has none.
+
+        `heads` is needed only by priors that learn nothing (their constants depend on it).
+        """
+        if type(self).log_prior is Part.log_prior:
+            return None
+        return DistancePrior(self.prior_params(params, heads), PartPrior(self))
+
+    def prior_params(self, params: Any, heads: int | None) -> Any:
+        """What the kernel gets, from the learned parameters: a pytree of float32 arrays with leading axis H."""
+        return params
+
+    def log_prior(self, params: Any, d: Array) -> Array:
+        """Elementwise log π(d) of one head, d = key position - query position (int32, any shape) -> float32."""
+        raise NotImplementedError(f"{self.NAME} has no distance prior")
+
+
+def _declare(module: nn.Module, part: Part, geometry: Geometry) -> dict[str, Array]:
+    """Declare a part's parameters on a module: float32 whatever the compute dtype, tagged with axes and role."""
+    return {
+        name: module.param(name, tagged(p.init, p.axes, p.role), p.shape, jnp.float32)
+        for name, p in part.parameters(geometry).items()
+    }
+
+
+class PartModule(nn.Module):
+    """Owns the parameters of a part that fills a slot of attention."""
+
+    part: Part
+    geometry: Geometry
+
+    @nn.compact
+    def __call__(self, slots: Slots, tokens: Tokens, carry: Any = None) -> tuple[Slots, Any]:
+        return self.part.fill(_declare(self, self.part, self.geometry), self.geometry, slots, tokens, carry)
+
+
+class InputModule(nn.Module):
+    """Owns the parameters of a part that is added to the token embeddings."""
+
+    part: Part
+    geometry: Geometry
+
+    @nn.compact
+    def __call__(self, positions: Array) -> Array:
+        return self.part.embed(_declare(self, self.part, self.geometry), self.geometry, positions)
