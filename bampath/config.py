@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from bampath import overrides as _overrides
+from bampath.data.config import DataConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Init = Literal["torch", "normal"]
@@ -102,14 +103,13 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop. batch counts rows per optimiser step over all devices, worked off in `accumulate` equal parts.
+    """The loop. The data.batch_size rows of an optimiser step are worked off in `accumulate` equal parts.
 
-    loss_chunk: tokens whose logits exist at one time; *_every count steps, 0 turns the thing off; keep: how many of the
+    seed: of the initial parameters; loss_chunk: tokens whose logits exist at one time; *_every count steps, 0 turns the thing off; keep: how many of the
     latest checkpoints stay, keep_every: steps whose checkpoints stay for ever.
     """
 
     steps: int = 1000
-    batch: int = 8
     accumulate: int = 1
     seed: int = 42
     loss_chunk: int = 4096
@@ -122,18 +122,21 @@ class TrainConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "batch", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
+        _positive(self, "steps", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
         _not_negative(self, "seed", "eval_every", "save_every", "keep_every")
-        _divides("train.batch", self.batch, "train.accumulate", self.accumulate)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run needs: the model, its optimiser and the loop."""
+    """Everything that a run needs: the model, its data, its optimiser and the loop."""
 
     model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        _divides("data.batch_size", self.data.batch_size, "train.accumulate", self.train.accumulate)
 
 
 ALIASES = {"position": "model.position"}
@@ -176,6 +179,8 @@ def _followers(base: Config, overrides: Sequence[str]) -> list[str]:
         derived.append("model.head_dim=0")
     if "model.heads" in given and model.kv_heads == model.heads:
         derived.append("model.kv_heads=0")
+    if "data.sequence_length" in given and model.train_length == base.data.sequence_length:
+        derived.append(f"model.train_length={given['data.sequence_length']}")
     return [entry for entry in derived if entry.partition("=")[0] not in given]
 
 

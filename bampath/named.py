@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bampath.config import Config, ModelConfig, OptimConfig, TrainConfig
+from bampath.data.config import DataConfig
 
 # dim, layers, heads, kv_heads, mlp_dim: the sizes in the code of BAM (arXiv 2505.22842), where d_head = dim / heads.
 BAM_SIZES: dict[str, tuple[int, int, int, int, int]] = {
@@ -31,11 +32,12 @@ def tiny() -> Config:
     """Seconds on a CPU: for demonstrations and tests."""
     return Config(
         model=ModelConfig(
-            vocab_size=512, dim=64, layers=2, heads=4, kv_heads=0, head_dim=0, mlp_dim=128,
+            vocab_size=384, dim=64, layers=2, heads=4, kv_heads=0, head_dim=0, mlp_dim=128,
             position="bam+ssmax", train_length=128,
         ),
+        data=DataConfig(sequence_length=128, batch_size=8),
         optim=OptimConfig(name="adamw", lr=3e-3, warmup_steps=20, weight_decay=0.1),
-        train=TrainConfig(steps=200, batch=8, log_every=10, save_every=100),
+        train=TrainConfig(steps=200, log_every=10, save_every=100),
     )  # fmt: skip
 
 
@@ -47,8 +49,9 @@ def bam(size: str) -> Config:
             vocab_size=32_768, dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=0, mlp_dim=mlp_dim,
             position="bam+ssmax", train_length=512, dtype="bfloat16",
         ),
+        data=DataConfig(sequence_length=512, batch_size=1152),
         optim=OptimConfig(),
-        train=TrainConfig(steps=19_226, batch=1152, accumulate=16, eval_every=32, log_every=10),
+        train=TrainConfig(steps=19_226, accumulate=16, eval_every=32, eval_batches=4, log_every=10),
     )  # fmt: skip
 
 
@@ -63,10 +66,11 @@ def path_760m() -> Config:
             vocab_size=32_000, dim=1536, layers=24, heads=24, kv_heads=24, head_dim=64, mlp_dim=4096,
             position="path", train_length=4096, init="normal", dtype="bfloat16",
         ),
+        data=DataConfig(sequence_length=4096, batch_size=512),
         optim=OptimConfig(
             name="adamw", warmup_steps=477, lr_start=0.03, lr_end=0.03, weight_decay=0.01
         ),
-        train=TrainConfig(steps=23_842, batch=512, accumulate=64, log_every=10, eval_every=500, eval_batches=2),
+        train=TrainConfig(steps=23_842, accumulate=64, log_every=10, eval_every=500, eval_batches=2),
     )  # fmt: skip
 
 
