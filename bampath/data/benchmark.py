@@ -23,7 +23,7 @@ from bampath.overrides import override
 
 
 def measure(config: DataConfig, seconds: float = 2.0, repeats: int = 3) -> dict[str, Any]:
-    """Tokens per second (median, least, most of `repeats` runs of `seconds`) and the seconds of a resume at step 10^6."""
+    """Tokens per second (median, least, most of `repeats` runs of `seconds`), seconds of a resume at step 10^6."""
     rates = []
     with make_loader(config) as loader:
         next(loader)

@@ -101,9 +101,9 @@ def make_batch(
     """The arrays that training reads, all [B, T], from tokens int32 [B, T + 1] and their document borders (bool).
 
     counts: int64 [B] inputs of each row, the rest is padding; loss: float32 [B, T + 1] weight of each token as a
-    target, or None for 1. Returns tokens int32, targets int32, weights float32 (0 where the next token belongs to another
-    document or to padding), segment_ids int32 (0, 1, … per row, −1 padding), positions int32 (restart per document).
-    Without `document_mask` a row is one segment; the weights stay as they are.
+    target, or None for 1. Returns tokens int32, targets int32, weights float32 (0 where the next token belongs to
+    another document or to padding), segment_ids int32 (0, 1, … per row, −1 padding), positions int32 (restart per
+    document). Without `document_mask` a row is one segment; the weights stay as they are.
     """
     length = tokens.shape[1] - 1
     column = np.arange(length, dtype=np.int32)

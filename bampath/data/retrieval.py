@@ -125,7 +125,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Either `text`, to be tokenised alone, or `corpus_tokens` tokens of real text. `answer` marks what is asked for."""
+    """Either `text`, to be tokenised alone, or `corpus_tokens` tokens of real text. `answer` marks what is asked."""
 
     text: str = ""
     corpus_tokens: int = 0
