@@ -14,12 +14,21 @@ from bampath.params import unbox
 from bampath.positions import options
 from bampath.positions.alibi import ALiBi
 from bampath.positions.bam import BAM
+from bampath.positions.fox import FoX
 from bampath.positions.grammar import Term, parse_pattern
+from bampath.positions.kerple import Kerple
+from bampath.positions.learned import Learned
+from bampath.positions.llama4 import Llama4
+from bampath.positions.logn import LogN
 from bampath.positions.nope import NoPE
+from bampath.positions.path import PaTH
 from bampath.positions.priors import combine, evaluate
 from bampath.positions.rope import RoPE
+from bampath.positions.sandwich import Sandwich
+from bampath.positions.sinusoidal import Sinusoidal
 from bampath.positions.slots import Carry, Geometry, Part, SlotName
 from bampath.positions.ssmax import SSMax
+from bampath.positions.t5 import T5
 from bampath.positions.window import Window
 from kernels.attention.api import DistancePrior
 
@@ -29,11 +38,20 @@ Array = jax.Array
 PARTS: dict[str, type[Part]] = {
     part.NAME: part
     for part in (
+        Sinusoidal,
+        Learned,
         NoPE,
         RoPE,
+        PaTH,
         ALiBi,
         BAM,
+        Kerple,
+        T5,
+        Sandwich,
+        FoX,
         SSMax,
+        LogN,
+        Llama4,
         Window,
     )
 }

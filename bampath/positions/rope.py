@@ -31,8 +31,9 @@ _ONLY = {
 class RoPE(Part):
     """⟨R(i) q_i, R(j) k_j⟩ depends on j - i only: R(p) turns pair n of a head by the angle p · ω_n, ω_n = base^(-2n/D).
 
-    Rotary embedding (RoFormer, arXiv 2104.09864, eq. 14-15). base defaults to 500,000, the RoPE baseline of BAM and of
-    FoX (RoFormer itself used 10,000). Phases are exact to 1e-6 at positions up to 2³¹; the rotation is done in float32.
+    Rotary embedding (RoFormer, arXiv 2104.09864, section 3.2.2). base defaults to 500,000, the RoPE baseline of BAM
+    and of FoX (RoFormer itself used 10,000). Phases are exact to 1e-6 at any int32 position;
+    the rotation is done in float32.
 
     scaling, with s = factor and L = original (default: the training length):
     - linear: ω / s (position interpolation, arXiv 2306.15595).
