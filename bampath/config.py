@@ -55,6 +55,11 @@ class ModelConfig:
         _positive(self, "norm_eps", "init_std")
         _choices(self, "model")
         _divides("model.heads", self.heads, "model.kv_heads", self.kv_heads)
+        from bampath.positions.registry import (
+            parse,  # here: it brings JAX, which reading a configuration can do without
+        )
+
+        parse(self.position)
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class OptimConfig:
 class TrainConfig:
     """The loop. The data.batch_size rows of an optimiser step are worked off in `accumulate` equal parts.
 
-    seed: of the initial parameters; loss_chunk: tokens whose logits exist at one time; *_every count steps, 0 turns the thing off; keep: how many of the
-    latest checkpoints stay, keep_every: steps whose checkpoints stay for ever.
+    seed: of the initial parameters; loss_chunk: tokens whose logits exist at one time; *_every count steps, 0 turns the
+    thing off; keep: how many of the latest checkpoints stay, keep_every: steps whose checkpoints stay for ever.
     """
 
     steps: int = 1000

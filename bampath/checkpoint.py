@@ -1,0 +1,338 @@
+"""Checkpoints: written in the background, complete or not there at all, inspected without reading an array.
+
+    RUN/checkpoints/00000100/checkpoint.json     what it holds: step, config, data state, arrays, files and their sizes
+                             params/             the parameters alone, for whoever only evaluates
+                             state/              optimiser moments and the random key
+Only this file knows orbax. A checkpoint is written under another name; its `checkpoint.json` comes last, then the
+folder gets its name. One whose files are missing or cut short is passed over with a message; reading never deletes.
+"""
+
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+logger = logging.getLogger(__name__)
+FOLDER = "checkpoints"
+INFO_NAME = "checkpoint.json"
+FORMAT = 1
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_DIFFERENCES_SHOWN = 5
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, or of another model."""
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """One array of a checkpoint, as it was when saved: name is its path, placement its sharding in words."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Info:
+    """What `checkpoint.json` says. config is the resolved configuration, data the loader's state, tokenizer its
+    fingerprint, elapsed the seconds of training so far; params and state list the arrays."""
+
+    path: Path
+    step: int
+    config: dict[str, Any]
+    data: dict[str, Any]
+    tokenizer: str
+    elapsed: float
+    created: str
+    versions: dict[str, str]
+    params: tuple[ArrayInfo, ...]
+    state: tuple[ArrayInfo, ...]
+    files: dict[str, int]
+
+
+class Saver:
+    """Saves checkpoints of one run in the background.
+
+    `keep`: how many of the latest complete ones stay; `keep_every`: checkpoints of these steps stay for ever (0: none).
+    An older one is removed only when `keep` newer complete ones exist. Errors of a background save are raised by the
+    next call. Use as a context manager, or call `close`, so that the last save is waited for.
+    """
+
+    def __init__(self, run_dir: Path | str, keep: int = 2, keep_every: int = 0) -> None:
+        import orbax.checkpoint as ocp
+
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1: the last complete checkpoint always stays")
+        self.folder = Path(run_dir).absolute() / FOLDER
+        self._keep, self._keep_every = keep, keep_every
+        self._next: tuple[Path, dict[str, Any]] | None = None
+        options = ocp.options.AsyncOptions(post_finalization_callback=self._describe_files)
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+
+    def save(self, step: int, params: Any, state: Any, facts: Mapping[str, Any]) -> Path:
+        """Start saving; returns the checkpoint's folder once the arrays may be overwritten.
+
+        params: nested dict of arrays; state: any pytree of arrays; facts: config, data, tokenizer, elapsed (see Info).
+        A folder of this step that is not complete is replaced; a complete one raises CheckpointError.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        target = self.folder / f"{step:08d}"
+        if target.exists():
+            if problem(target) is None:
+                raise CheckpointError(f"{target} is there already and complete")
+            shutil.rmtree(target)
+        info = {
+            "format": FORMAT,
+            "step": step,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": versions(),
+            **facts,
+            "params": _index_json(params),
+            "state": _index_json(state),
+        }
+        self._next = (target, info)
+        numbered = {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+        arguments = {"params": ocp.args.PyTreeSave(params), "state": ocp.args.PyTreeSave(numbered)}
+        self._writer.save(target, args=ocp.args.Composite(**arguments))
+        return target
+
+    def check(self) -> None:
+        """Raise the error of a background save that failed, if there is one."""
+        self._writer.check_for_errors()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, then remove what need not be kept."""
+        self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            self._prune()
+
+    def close(self) -> None:
+        self.wait()
+        self._writer.close()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _describe_files(self) -> None:
+        """Called by orbax when all arrays are written, just before the folder gets its final name."""
+        if self._next is None or jax.process_index() != 0:
+            return
+        target, info = self._next
+        work = target.with_name(target.name + _UNFINISHED)
+        found = [path for item in ("params", "state") for path in (work / item).rglob("*") if path.is_file()]
+        info["files"] = {str(path.relative_to(work)): path.stat().st_size for path in sorted(found)}
+        (work / INFO_NAME).write_text(json.dumps(info, indent=1), encoding="utf-8")
+
+    def _prune(self) -> None:
+        complete = [path for path in steps(self.folder) if problem(path) is None]
+        for path in complete[: -self._keep]:
+            if not (self._keep_every and int(path.name) % self._keep_every == 0):
+                (path / INFO_NAME).unlink()  # first, so that a half-removed one is never taken for complete
+                shutil.rmtree(path)
+
+
+def steps(folder: Path) -> list[Path]:
+    """Checkpoint folders in order of their steps, complete or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (path for path in folder.iterdir() if path.name.isdigit() and path.is_dir()), key=lambda p: int(p.name)
+    )
+
+
+def problem(path: Path) -> str | None:
+    """Why a checkpoint folder is not complete, or None if it is. Looks at names and sizes only."""
+    try:
+        info = json.loads((path / INFO_NAME).read_text(encoding="utf-8"))
+        files = info["files"]
+    except OSError:
+        return f"it has no {INFO_NAME}, so its saving was not finished"
+    except (ValueError, KeyError):
+        return f"its {INFO_NAME} is damaged"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"its file {name} is missing"
+        if file.stat().st_size != size:
+            return f"its file {name} has {file.stat().st_size} bytes of {size}"
+    return None
+
+
+def latest(run_dir: Path | str, say: Callable[[str], None] = logger.warning) -> Path | None:
+    """The newest complete checkpoint of a run, None if it has none; `say` hears of each one that is passed over."""
+    for path in reversed(steps(Path(run_dir) / FOLDER)):
+        why = problem(path)
+        if why is None:
+            return path
+        say(f"passing over the checkpoint {path}: {why}")
+    return None
+
+
+def find(path: Path | str) -> Path:
+    """The checkpoint that a user means by a run's folder (its latest) or a checkpoint's. CheckpointError if none."""
+    path = Path(path).expanduser().absolute()
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    run = path.parent if path.name == FOLDER else path
+    if not (run / FOLDER).is_dir():
+        why = problem(path)
+        if why is not None:
+            raise CheckpointError(f"{path} is neither a run nor a complete checkpoint: {why}")
+        return path
+    found = latest(run)
+    if found is None:
+        raise CheckpointError(f"{run} holds no complete checkpoint")
+    return found
+
+
+def describe(path: Path | str) -> Info:
+    """What the checkpoint `find(path)` holds; no array is read, no device is touched."""
+    path = find(path)
+    found = json.loads((path / INFO_NAME).read_text(encoding="utf-8"))
+    if found["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {found['format']}; this code reads format {FORMAT}")
+    arrays: dict[str, Any] = {
+        item: tuple(ArrayInfo(a["name"], tuple(a["shape"]), a["dtype"], a["placement"]) for a in found[item])
+        for item in ("params", "state")
+    }
+    plain = ("step", "config", "data", "tokenizer", "elapsed", "created", "versions", "files")
+    return Info(path=path, **{name: found[name] for name in plain}, **arrays)
+
+
+def restore(path: Path | str, params: Any, state: Any) -> tuple[Any, Any]:
+    """(params, state) of a checkpoint, with the structure, shapes and sharding of the given (abstract) trees.
+
+    The sharding comes from the target, never from the file. CheckpointError names the first arrays that differ.
+    """
+    info = describe(path)
+    refuse_differences(info, params, state)
+    leaves, treedef = jax.tree.flatten(state)
+    numbered = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
+    read = _read(info.path, {"params": params, "state": numbered})
+    return read["params"], jax.tree.unflatten(treedef, [read["state"][name] for name in numbered])
+
+
+def read_params(path: Path | str, like: Any = None, only: Callable[[str], bool] | None = None) -> Any:
+    """The parameters of a checkpoint alone.
+
+    like: (abstract) parameters whose structure must match and whose sharding is taken; None reads numpy arrays, on any
+    machine. only: keeps the arrays whose name it accepts, such as "layer_0/attention/query"; the others are not read.
+    """
+    info = describe(path)
+    if like is not None:
+        refuse_differences(info, like)
+        return _read(info.path, {"params": like})["params"]
+    wanted: dict[str, Any] = {}
+    for array in info.params:
+        if only is None or only(array.name):
+            *parents, last = array.name.split("/")
+            node = wanted
+            for name in parents:
+                node = node.setdefault(name, {})
+            node[last] = np.zeros((0,), array.dtype)
+    return _read(info.path, {"params": wanted})["params"] if wanted else {}
+
+
+def refuse_differences(info: Info, params: Any, state: Any = None) -> None:
+    """CheckpointError if a checkpoint's arrays are not those of the given trees, with the first that differ."""
+    what, found = "this model", differences(info.params, index(params), "the checkpoint", "this model")
+    if not found and state is not None:
+        what = "this optimiser"
+        found = differences(info.state, index(state), "the checkpoint", what)
+    if found:
+        more = f"\n  … and {len(found) - _DIFFERENCES_SHOWN} more" if len(found) > _DIFFERENCES_SHOWN else ""
+        lines = "".join(f"\n  {line}" for line in found[:_DIFFERENCES_SHOWN])
+        raise CheckpointError(f"{info.path} does not fit {what}; the first differences are{lines}{more}")
+
+
+def differences(a: Sequence[ArrayInfo], b: Sequence[ArrayInfo], a_name: str, b_name: str) -> list[str]:
+    """Arrays that only one of two listings has, or that differ in shape or type, in words and in order."""
+    left, right = {x.name: x for x in a}, {x.name: x for x in b}
+    lines = []
+    for name in dict.fromkeys([*left, *right]):
+        if name not in right:
+            lines.append(f"{name} {_kind(left[name])} is only in {a_name}")
+        elif name not in left:
+            lines.append(f"{name} {_kind(right[name])} is only in {b_name}")
+        elif _kind(left[name]) != _kind(right[name]):
+            lines.append(f"{name} is {_kind(left[name])} in {a_name} and {_kind(right[name])} in {b_name}")
+    return lines
+
+
+def index(tree: Any) -> tuple[ArrayInfo, ...]:
+    """Names, shapes, types and placements of the arrays (or ShapeDtypeStructs) of a tree."""
+    return tuple(
+        ArrayInfo(_name(path), tuple(leaf.shape), str(np.dtype(leaf.dtype)), _placement(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result may depend on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")}
+
+
+def _read(path: Path, trees: dict[str, Any]) -> dict[str, Any]:
+    """Items of a checkpoint onto trees: numpy leaves come back as numpy arrays, others with the leaf's sharding."""
+    import orbax.checkpoint as ocp
+
+    arguments = {}
+    for item, tree in trees.items():
+        how = jax.tree.map(_restore_args, tree)
+        arguments[item] = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        restored = reader.restore(path, args=ocp.args.Composite(**arguments))
+    return {item: restored[item] for item in trees}
+
+
+def _restore_args(leaf: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    if isinstance(leaf, np.ndarray):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _index_json(tree: Any) -> list[dict[str, Any]]:
+    return [{"name": a.name, "shape": a.shape, "dtype": a.dtype, "placement": a.placement} for a in index(tree)]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def _kind(array: ArrayInfo) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+
+
+def _placement(leaf: Any) -> str:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return "host"
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        mesh = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        return f"{sharding.spec} on ({mesh})"
+    devices = sorted(str(device) for device in sharding.device_set)
+    return devices[0] if len(devices) == 1 else f"{len(devices)} devices"
