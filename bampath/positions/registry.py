@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from bampath.params import unbox
 from bampath.positions import options
@@ -131,18 +132,18 @@ class Composition:
         heads = next(iter(known), None)
         return combine([part.distance_prior(p, heads) for part, p in zip(having, own, strict=True)])
 
-    def log_prior(self, params: Any, q_positions: Array, k_positions: Array, heads: int | None = None) -> Array:
+    def log_prior(self, params: Any, q_positions: ArrayLike, k_positions: ArrayLike, heads: int | None = None) -> Array:
         """Σ_a log π_a(j - i) before masking and sharpness, dense: [H, T, S] float32 (0 without a prior).
 
         q_positions [T], k_positions [S] integers. params as in `distance_prior`; heads is needed when they do not tell.
         """
-        q_positions, k_positions = jnp.asarray(q_positions), jnp.asarray(k_positions)
+        at_q, at_k = jnp.asarray(q_positions), jnp.asarray(k_positions)
         prior = self.distance_prior(params, heads)
         if prior is None:
             if heads is None:
                 raise ValueError(f"{self.name} has no prior whose parameters say how many heads there are: pass heads=")
-            return jnp.zeros((heads, q_positions.shape[0], k_positions.shape[0]), jnp.float32)
-        return evaluate(prior, q_positions, k_positions)
+            return jnp.zeros((heads, at_q.shape[0], at_k.shape[0]), jnp.float32)
+        return evaluate(prior, at_q, at_k)
 
     def init_params(self, key: Array, geometry: Geometry) -> dict[str, dict[str, Array]]:
         """Fresh parameters {part name: {name: float32 array}}, as a layer (and the embedding) would hold them."""
@@ -219,7 +220,7 @@ class Scheme:
         """Parts of a scheme that is the same in every layer."""
         return self.single.parts
 
-    def log_prior(self, params: Any, q_positions: Array, k_positions: Array, heads: int | None = None) -> Array:
+    def log_prior(self, params: Any, q_positions: ArrayLike, k_positions: ArrayLike, heads: int | None = None) -> Array:
         """`Composition.log_prior` of a scheme that is the same in every layer: [H, T, S] float32."""
         return self.single.log_prior(params, q_positions, k_positions, heads)
 
