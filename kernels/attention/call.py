@@ -1,0 +1,276 @@
+"""One validated, normalised description of an attention call: all that a backend ever sees."""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.attention import masks
+from kernels.attention.gates import running_sums
+
+Array = jax.Array
+LogPrior = Callable[[Any, Array], Array]
+FAR = 2**30 - 1  # positions are clipped to ±FAR, so that a distance fits in int32 even between padding slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DistancePrior:
+    """A log-prior over distance, one set of parameters per head; never stored as a T × S array.
+
+    params: any pytree of float32 arrays with leading axis H.
+    log_prior(params of one head, d) -> float32 of d's shape, elementwise, where d = key position − query position is an
+    int32 array of any shape. Plain JAX, traced inside the kernels; finite for every distance that a query may see (where
+    no query sees the key, kernels may evaluate it at d = −1 instead).
+    It is static: a hashable value that compares equal between calls (a module-level function or a frozen dataclass with
+    `__call__`; a fresh lambda or closure per call would recompile every time).
+    """
+
+    params: Any
+    log_prior: LogPrior = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Call:
+    """What a backend computes; a pytree whose last four fields are static. Everything is already checked.
+
+        logits[b,h,i,j] = r · (scale·⟨q,k⟩ + prior + gates)      sharpen_prior
+                        = r·scale·⟨q,k⟩ + prior + gates           otherwise
+        o = softmax over visible j (masks.visible) of logits, times v;  lse = log Σ exp(logits)
+
+    q [B,T,H,D], k [B,S,Hkv,D], v [B,S,Hkv,Dv] of one float dtype; query head h reads key head h // (H // Hkv).
+    prior: None or a DistancePrior, evaluated at d = kv_position − q_position.
+    gates: None or (q_hi, q_lo [B,T,H], k_hi, k_lo [B,S,H]) float32; adds (q_hi_i − k_hi_j) + (q_lo_i − k_lo_j). Gradients
+      are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums.
+    sharpness r: None (1) or [B,T,H] float32.
+    q_positions [B or 1, T], kv_positions [B or 1, S]: int32, both None for the default (keys 0..S−1, queries S−T..S−1).
+    q_segments [B,T], kv_segments [B,S]: int32 or both None; negative ids are padding.
+    A query that sees no key has o = 0, lse = −inf and gradients exactly 0.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    prior: DistancePrior | None
+    gates: tuple[Array, Array, Array, Array] | None
+    sharpness: Array | None
+    q_positions: Array | None
+    kv_positions: Array | None
+    q_segments: Array | None
+    kv_segments: Array | None
+    causal: bool = field(metadata={"static": True})
+    window: int | None = field(metadata={"static": True})
+    scale: float = field(metadata={"static": True})
+    sharpen_prior: bool = field(metadata={"static": True})
+
+    def positions(self) -> tuple[Array, Array]:
+        """(q_positions [B or 1, T], kv_positions [B or 1, S]), the default ones if none were given."""
+        if self.q_positions is None or self.kv_positions is None:
+            return masks.default_positions(self.q.shape[1], self.k.shape[1])
+        return self.q_positions, self.kv_positions
+
+    def every_key_is_seen(self) -> bool:
+        """True when it is known without looking at the data that some query of the row sees each key."""
+        return self.q_positions is None and self.q_segments is None and self.window is None
+
+
+def _shape(name: str, value: Any, want: dict[str, int | None], dtypes: str = "f") -> None:
+    """Raise unless `value` is an array with the named dimensions (None: any size) and a dtype of the given kind."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+    kinds = {"f": (jnp.floating, "floating"), "i": (jnp.integer, "an integer type"), "p": (jnp.floating, "float32")}
+    kind, words = kinds[dtypes]
+    if not jnp.issubdtype(value.dtype, kind) or (dtypes == "p" and value.dtype.itemsize < 4):
+        raise TypeError(f"{name} has dtype {value.dtype}, must be {words}")
+    spec = ", ".join(f"{dim}={size}" if size is not None else dim for dim, size in want.items())
+    if len(value.shape) != len(want) or any(
+        size is not None and got != size for got, size in zip(value.shape, want.values(), strict=True)
+    ):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, must be [{spec}]")
+
+
+def _check_qkv(q: Array, k: Array, v: Array) -> None:
+    _shape("q", q, {"B": None, "T": None, "H": None, "D": None})
+    batch, _, heads, dim = q.shape
+    _shape("k", k, {"B": batch, "S": None, "Hkv": None, "D": dim})
+    _shape("v", v, {"B": batch, "S": k.shape[1], "Hkv": k.shape[2], "Dv": None})
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}, every dimension must be at least 1")
+    if heads % k.shape[2]:
+        raise ValueError(f"q has H={heads} heads, must be a multiple of the Hkv={k.shape[2]} heads of k and v")
+
+
+def check_prior(prior: Any, heads: int) -> None:
+    """Raise unless `prior` is None or a DistancePrior for `heads` heads whose log_prior is elementwise and static."""
+    if prior is None:
+        return
+    if not isinstance(prior, DistancePrior):
+        raise TypeError(f"prior must be a DistancePrior, got {type(prior).__name__}")
+    try:
+        hash(prior.log_prior)
+    except TypeError:
+        raise TypeError(
+            f"prior.log_prior must be hashable (it is a static argument), got {prior.log_prior!r}"
+        ) from None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(prior.params):
+        name = "prior.params" + jax.tree_util.keystr(path)
+        if jnp.ndim(leaf) < 1:
+            raise ValueError(f"{name} has shape (), must have the leading axis H={heads}")
+        rest = {f"dim{i}": None for i in range(1, jnp.ndim(leaf))}
+        _shape(name, leaf, {"H": heads, **rest}, "p")
+    one_head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), prior.params)
+    got = jax.eval_shape(prior.log_prior, one_head, jax.ShapeDtypeStruct((2, 3), jnp.int32))
+    if getattr(got, "shape", None) != (2, 3):
+        raise ValueError(f"prior.log_prior maps distances of shape (2, 3) to {got}, must keep their shape")
+    if not jnp.issubdtype(got.dtype, jnp.floating) or got.dtype.itemsize < 4:
+        raise TypeError(f"prior.log_prior returns dtype {got.dtype}, must be float32")
+
+
+def _check_window(window: Any) -> int | None:
+    if window is None:
+        return None
+    try:
+        size = operator.index(window)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        size = None
+    if size is None or isinstance(window, bool):
+        raise TypeError(f"window must be a Python int (it is static) or None, got {window!r}")
+    if size < 1:
+        raise ValueError(f"window={size} must be at least 1 (1: a query sees its own position only)")
+    return size
+
+
+def _check_scale(scale: Any, dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"scale must be a Python float (it is static), got {scale!r}; use sharpness to learn it"
+        ) from None
+    if not math.isfinite(value):
+        raise ValueError(f"scale={value} must be finite")
+    return value
+
+
+def _check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _positions(positions: Any, kv_positions: Any, batch: int, length: int, kv_length: int) -> tuple[Any, Any]:
+    """Both positions as [B or 1, ·] int32, or (None, None) for the default."""
+    if positions is None and kv_positions is None:
+        return None, None
+    default = masks.default_positions(length, kv_length)
+    out = []
+    for name, given, fallback in (("positions", positions, default[0]), ("kv_positions", kv_positions, default[1])):
+        if given is None:
+            out.append(fallback)
+            continue
+        size = {"T" if name == "positions" else "S": fallback.shape[1]}
+        _shape(name, given, size if len(getattr(given, "shape", ())) == 1 else {"B": batch, **size}, "i")
+        out.append(jnp.clip(jnp.atleast_2d(given), -FAR, FAR).astype(jnp.int32))
+    return out[0], out[1]
+
+
+def _segments(segment_ids: Any, batch: int, length: int, kv_length: int) -> tuple[Any, Any]:
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, tuple | list):
+        if length != kv_length:
+            raise ValueError(
+                f"segment_ids is one array, but q has T={length} and k has S={kv_length}: pass a pair "
+                "(q_segment_ids [B, T], kv_segment_ids [B, S])"
+            )
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids has {len(segment_ids)} parts, must be an array [B, T] or a pair for (q, kv)")
+    _shape(
+        "segment_ids" if segment_ids[0] is segment_ids[1] else "segment_ids[0]",
+        segment_ids[0],
+        {"B": batch, "T": length},
+        "i",
+    )
+    _shape("segment_ids[1]", segment_ids[1], {"B": batch, "S": kv_length}, "i")
+    return segment_ids[0], segment_ids[1]
+
+
+def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | None:
+    """Gate sums of the queries and the keys as (q_hi, q_lo, k_hi, k_lo)."""
+    if log_gates is None:
+        return None
+    batch, length, heads, _ = call.q.shape
+    if not call.causal:
+        raise ValueError("log_gates needs causal=True: a gate forgets the past, it has no meaning for later keys")
+    if isinstance(log_gates, tuple | list):
+        if len(log_gates) != 2:
+            raise ValueError(f"log_gates has {len(log_gates)} parts, must be [B, S, H] or a pair of sums (c_q, c_k)")
+        c_q, c_k = log_gates
+        _shape("log_gates[0]", c_q, {"B": batch, "T": length, "H": heads}, "p")
+        _shape("log_gates[1]", c_k, {"B": batch, "S": call.k.shape[1], "H": heads}, "p")
+        return c_q, jnp.zeros_like(c_q), c_k, jnp.zeros_like(c_k)
+    _shape("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "p")
+    if call.kv_segments is not None:
+        log_gates = jnp.where((call.kv_segments >= 0)[:, :, None], log_gates, 0)
+    high, low = running_sums(log_gates)
+    if length == call.k.shape[1]:
+        return high, low, high, low
+    segments = None if call.q_segments is None else (call.q_segments, call.kv_segments)
+    place = jnp.maximum(masks.last_visible(*call.positions(), segments), 0)
+    place = jnp.broadcast_to(place[:, :, None], (batch, length, 1))
+    at_query = lambda sums: jnp.take_along_axis(sums, place, axis=1)
+    return at_query(high), at_query(low), high, low
+
+
+def make_call(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    prior: DistancePrior | None,
+    log_gates: Any,
+    sharpness: Array | None,
+    sharpen_prior: bool,
+    segment_ids: Any,
+    positions: Array | None,
+    kv_positions: Array | None,
+    window: int | None,
+    causal: bool,
+    scale: float | None,
+) -> Call:
+    """Check every argument of `attention` and bring it into the one form of `Call`. Raises ValueError or TypeError."""
+    _check_qkv(q, k, v)
+    batch, length, heads, dim = q.shape
+    check_prior(prior, heads)
+    if sharpness is not None:
+        _shape("sharpness", sharpness, {"B": batch, "T": length, "H": heads}, "p")
+    q_positions, kv_positions = _positions(positions, kv_positions, batch, length, k.shape[1])
+    q_segments, kv_segments = _segments(segment_ids, batch, length, k.shape[1])
+    dtype = jnp.result_type(q, k, v)
+    call = Call(
+        q=q.astype(dtype),
+        k=k.astype(dtype),
+        v=v.astype(dtype),
+        prior=prior,
+        gates=None,
+        sharpness=sharpness,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        causal=_check_bool("causal", causal),
+        window=_check_window(window),
+        scale=_check_scale(scale, dim),
+        sharpen_prior=_check_bool("sharpen_prior", sharpen_prior),
+    )
+    gates = _gates(log_gates, call)
+    return call if gates is None else replace(call, gates=gates)

@@ -1,0 +1,216 @@
+"""Tiles of the blockwise attention: blocks of queries and keys, which tiles to visit, and the scores of one tile.
+
+Blocks never pad. The last block of an axis starts early enough to end with the axis, and the entries that it shares with
+the block before are visible in one of the two only. With default positions the distances of a tile are one short vector
+that `_skew` lays along its diagonals, so a prior costs O(block) special functions per tile and not O(block²).
+
+Shape names: B batch, K key heads, G query heads per key head, R rows (queries) and C columns (keys) of a tile.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.attention.call import FAR, Call
+from kernels.attention.masks import visible
+
+Array = jax.Array
+TILE = 2**21  # scores of one tile, all batch rows and heads together, that a loop step aims at
+LARGEST, SMALLEST = 512, 64  # bounds of a block of queries
+
+
+class Grid(NamedTuple):
+    """Lengths and numbers of the blocks of queries and of keys."""
+
+    rows: int
+    cols: int
+    row_blocks: int
+    col_blocks: int
+
+
+def _split(length: int, block: int) -> tuple[int, int]:
+    count = -(-length // max(1, min(block, length)))
+    return -(-length // count), count
+
+
+def choose_grid(call: Call) -> Grid:
+    """Near square tiles of about TILE scores; a short sequence is one tile, a few queries get long blocks of keys."""
+    batch, length, heads, _ = call.q.shape
+    pairs = max(1, TILE // (batch * heads))
+    rows, row_blocks = _split(length, max(SMALLEST, min(LARGEST, math.isqrt(pairs))))
+    cols, col_blocks = _split(call.k.shape[1], max(SMALLEST, pairs // rows))
+    return Grid(rows, cols, row_blocks, col_blocks)
+
+
+# ---- One block of queries or keys ----
+
+
+def cut(x: Array, start: Array | int, size: int) -> Array:
+    """x[:, start : start + size]."""
+    return x if x.shape[1] == size else lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def put(x: Array, part: Array, start: Array | int) -> Array:
+    """x with `part` written at `start` of axis 1."""
+    part = part.astype(x.dtype)
+    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+
+
+def accumulate(x: Array, part: Array, start: Array | int) -> Array:
+    """x with `part` added at `start` of axis 1."""
+    return put(x, cut(x, start, part.shape[1]) + part, start)
+
+
+def heads_first(x: Array, kv_heads: int) -> Array:
+    """[B, n, H, ...] -> [B, K, G, n, ...]."""
+    x = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def heads_last(x: Array) -> Array:
+    """[B, K, G, n, ...] -> [B, n, H, ...]."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def batch_sum(x: Array) -> Array:
+    """Sum over the leading axis, kept, by halving: elementwise adds, much faster on CPU than a reduction over it."""
+    odd = []
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        odd += [x[2 * half :]] if x.shape[0] % 2 else []
+        x = x[:half] + x[half : 2 * half]
+    return sum(odd, start=x)
+
+
+def loop(bounds: tuple[Array | int, Array | int], most: int, body: Callable[..., Any], init: Any) -> Any:
+    """fori_loop over the bounds; no loop where there is one block at most."""
+    return body(0, init) if most == 1 else lax.fori_loop(*bounds, body, init)
+
+
+class Block(NamedTuple):
+    """What a tile knows about its queries or its keys besides q, k and v."""
+
+    start: Array | int
+    fresh: Array | None  # [n]: False where the block before has covered the entry; None if it never has
+    positions: Array | None  # [1 or B, n]; None for the default
+    segments: Array | None  # [B, n]
+    gates: tuple[Array, Array] | None  # hi, lo [B, K, G, n]
+
+
+def block(call: Call, index: Array | int, size: int, queries: bool) -> Block:
+    """Block `index` of the queries or of the keys; the last one ends with the axis."""
+    length = (call.q if queries else call.k).shape[1]
+    start = 0 if size == length else jnp.minimum(index * size, length - size)
+    part = lambda x: None if x is None else cut(x, start, size)
+    sums = () if call.gates is None else call.gates[:2] if queries else call.gates[2:]
+    return Block(
+        start=start,
+        fresh=None if length % size == 0 else start + jnp.arange(size) >= index * size,
+        positions=part(call.q_positions if queries else call.kv_positions),
+        segments=part(call.q_segments if queries else call.kv_segments),
+        gates=tuple(heads_first(cut(g, start, size), call.k.shape[2]) for g in sums) or None,
+    )
+
+
+# ---- Which tiles to visit ----
+
+
+def _extent(positions: Array, segments: Array | None, size: int, count: int) -> tuple[Array, ...]:
+    """Per block, [B or 1, blocks] each: smallest and largest position and segment id, padding left out."""
+    starts = jnp.minimum(jnp.arange(count) * size, positions.shape[1] - size)
+    index = starts[:, None] + jnp.arange(size)[None, :]
+    if segments is None:
+        return positions[:, index].min(-1), positions[:, index].max(-1)
+    least = lambda x: jnp.where(segments >= 0, x, FAR)[:, index].min(-1)
+    most = lambda x: jnp.where(segments >= 0, x, -FAR)[:, index].max(-1)
+    return least(positions), most(positions), least(segments), most(segments)
+
+
+def key_ranges(call: Call, grid: Grid) -> Callable[[Array | int], tuple[Any, Any]]:
+    """For a block of queries, the first and the end block of keys that one of them may see in some batch row.
+
+    From the extents of positions and segments of each block, so packed documents and windows skip what they cannot see.
+    """
+    if not call.causal and call.window is None and call.q_segments is None:
+        return lambda i: (0, grid.col_blocks)
+    q_pos, k_pos = call.positions()
+    queries = _extent(q_pos, call.q_segments, grid.rows, grid.row_blocks)
+    keys = _extent(k_pos, call.kv_segments, grid.cols, grid.col_blocks)
+
+    def bounds(i: Array | int) -> tuple[Any, Any]:
+        rows = [lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in queries]
+        may = keys[0] <= rows[1] if call.causal else jnp.ones_like(keys[0], dtype=bool)
+        if call.window is not None:
+            may &= rows[0] - keys[1] < call.window
+            if not call.causal:
+                may &= keys[0] - rows[1] < call.window
+        if call.q_segments is not None:
+            may &= (keys[2] <= rows[3]) & (rows[2] <= keys[3])
+        may = may.any(0)
+        end = grid.col_blocks - jnp.argmax(may[::-1])
+        return jnp.argmax(may), jnp.where(may.any(), end, 0)
+
+    return bounds
+
+
+# ---- The scores of one tile ----
+
+
+def _skew(diagonals: Array, rows: int, cols: int) -> Array:
+    """[..., R + C - 1] values by diagonal (bottom left corner first) -> [..., R, C], by copies and reshapes only."""
+    width = rows + cols
+    spare = [(0, 0)] * (diagonals.ndim - 1) + [(0, 1)]
+    stack = jnp.broadcast_to(jnp.pad(diagonals, spare)[..., None, :], (*diagonals.shape[:-1], rows, width))
+    flat = stack.reshape(*diagonals.shape[:-1], rows * width)
+    flat = lax.slice_in_dim(flat, rows - 1, rows - 1 + rows * (width - 1), axis=-1)
+    return flat.reshape(*diagonals.shape[:-1], rows, width - 1)[..., :cols]
+
+
+def visible_tile(call: Call, row: Block, col: Block, grid: Grid) -> Array | None:
+    """[1 or B, R, C], or None where the whole tile is known to be visible."""
+    open_ = not call.causal and call.window is None and call.q_segments is None
+    if open_ and row.fresh is None and col.fresh is None:
+        return None
+    column = lambda x: None if x is None else x[:, :, None]
+    line = lambda x: None if x is None else x[:, None, :]
+    q_pos, k_pos = _tile_positions(call, row, col, grid)
+    seen = visible(
+        column(q_pos), line(k_pos), column(row.segments), line(col.segments), causal=call.causal, window=call.window
+    )
+    if row.fresh is not None:
+        seen &= row.fresh[None, :, None]
+    if col.fresh is not None:
+        seen &= col.fresh[None, None, :]
+    return seen
+
+
+def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Array, Array]:
+    if row.positions is not None and col.positions is not None:
+        return row.positions, col.positions
+    first = row.start + call.k.shape[1] - call.q.shape[1]
+    return (first + jnp.arange(grid.rows, dtype=jnp.int32))[None], (col.start + jnp.arange(grid.cols, dtype=jnp.int32))[
+        None
+    ]
+
+
+def prior_tile(call: Call, row: Block, col: Block, seen: Array | None, grid: Grid) -> Callable[[Any], Array]:
+    """The prior of a tile as a function of its parameters -> [1 or B, K, G, R, C]. Unseen distances are replaced by −1."""
+    assert call.prior is not None
+    log_prior, heads = call.prior.log_prior, (call.k.shape[2], call.q.shape[2] // call.k.shape[2])
+    wide = jnp.promote_types(call.q.dtype, jnp.float32)
+    per_head = lambda params, d: jax.vmap(log_prior, in_axes=(0, None))(params, d).astype(wide)
+    q_pos, k_pos = _tile_positions(call, row, col, grid)
+    if row.positions is None:
+        d = (k_pos[0, 0] - q_pos[0, 0]) + jnp.arange(1 - grid.rows, grid.cols, dtype=jnp.int32)
+        d = jnp.where(visible(-d, jnp.zeros_like(d), None, None, causal=call.causal, window=call.window), d, -1)
+        tile = (1, *heads, grid.rows, grid.cols)
+        return lambda params: _skew(per_head(params, d), grid.rows, grid.cols).reshape(tile)
+    d = k_pos[:, None, :] - q_pos[:, :, None]
+    d = d if seen is None else jnp.where(seen, d, -1)
+
+    return lambda params: jnp.moveaxis(per_head(params, d).reshape(*heads, *d.shape), 2, 0)
