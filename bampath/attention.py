@@ -1,0 +1,175 @@
+"""The attention layer: projections, then the four slots of the positional scheme, then one kernel call.
+
+Nothing here knows a scheme by name. Training, prefill and decode run the same code: with a cache the new tokens attend
+to the cached keys and to themselves, without one the row attends to itself.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from bampath import cache as caches
+from bampath.cache import LayerCache, View
+from bampath.config import ModelConfig
+from bampath.params import tagged
+from bampath.positions.module import PositionalEncoding
+from bampath.positions.registry import Composition
+from bampath.positions.slots import Geometry, Slots, Tokens
+from kernels.attention.api import attention
+
+Array = jax.Array
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm over the last axis, computed in float32, returned in x's dtype. scale broadcasts from the right."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * inverse * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a learned scale of `shape` (by default the last axis of the input)."""
+
+    eps: float
+    shape: tuple[int, ...] | None = None
+    axes: tuple[str | None, ...] = ("embed",)
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = self.shape or (x.shape[-1],)
+        return rms_norm(x, self.param("scale", tagged(nn.initializers.ones, self.axes, "norm"), shape), self.eps)
+
+
+def weight_init(config: ModelConfig, fan_in: int) -> Any:
+    """Initialiser of a weight matrix: PyTorch's U(±1/√fan_in) as in BAM's code, or N(0, init_std) as in PaTH's."""
+    if config.init == "normal":
+        return nn.initializers.normal(config.init_std)
+    bound = fan_in**-0.5
+
+    def uniform(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return uniform
+
+
+@struct.dataclass
+class RowTokens:
+    """Where the tokens of a batch of rows stand, built once per forward and handed to every layer.
+
+    positions [B, T] int32, restarting per document; ids [B, T] int32 segment ids. `packed`: the kernel must look at the
+    ids; `custom`: it must look at the positions too (otherwise the row's own order gives the same differences, and
+    kernels can skip what causality hides without reading anything).
+    """
+
+    positions: Array
+    ids: Array
+    packed: bool = struct.field(pytree_node=False)
+    custom: bool = struct.field(pytree_node=False)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped keys whose positional behaviour is all in `composition`.
+
+    `shared` holds the modules of parts that keep one set of parameters for all layers.
+    """
+
+    config: ModelConfig
+    composition: Composition
+    geometry: Geometry
+    shared: dict[str, nn.Module] | None = None
+
+    def setup(self) -> None:
+        c = self.config
+        matrix = lambda name, shape, axes, fan_in: self.param(
+            name, tagged(weight_init(c, fan_in), axes, "matrix"), shape
+        )
+        self.query = matrix("query", (c.dim, c.heads, c.head_dim), ("embed", "heads", None), c.dim)
+        self.key = matrix("key", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), c.dim)
+        self.value = matrix("value", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), c.dim)
+        self.out = matrix("out", (c.heads, c.head_dim, c.dim), ("heads", None, "embed"), c.heads * c.head_dim)
+        if c.qk_norm:
+            self.query_norm = RMSNorm(c.norm_eps, (c.heads, c.head_dim), ("heads", None))
+            self.key_norm = RMSNorm(c.norm_eps, (c.kv_heads, c.head_dim), ("kv_heads", None))
+        self.position = PositionalEncoding(self.composition, self.geometry, self.shared)
+
+    def __call__(
+        self, x_BTD: Array, tokens: RowTokens, cache: LayerCache | None = None, view: View | None = None
+    ) -> tuple[Array, LayerCache | None]:
+        """Attend. With `cache`, the new tokens are appended at `view`'s slots and the updated cache comes back."""
+        q, k, v = self._project(x_BTD)
+        seen = Tokens(x_BTD, tokens.positions, tokens.positions + 1, tokens.ids)
+        slots, carry = self.position(q, k, seen, None if cache is None else cache.carry)
+        if cache is None or view is None:
+            o_BTHK = attend_row(slots, v, tokens, self.config.attention_impl)
+        else:
+            o_BTHK, cache = attend_cache(slots, v, cache.replace(carry=carry), view, self.config.attention_impl)
+        return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), self.out.astype(x_BTD.dtype)), cache
+
+    def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+        project = lambda w: jnp.einsum("btd,dhk->bthk", x_BTD, w.astype(x_BTD.dtype))
+        q, k, v = project(self.query), project(self.key), project(self.value)
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return q, k, v
+
+
+def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | None) -> Array:
+    """Self-attention of whole rows (training and evaluation without a cache) -> [B, T, H, D]."""
+    common: dict[str, Any] = dict(
+        prior=slots.prior,
+        log_gates=slots.log_gates,
+        sharpness=slots.sharpness,
+        sharpen_prior=slots.sharpen_prior,
+        segment_ids=tokens.ids if tokens.packed else None,
+        implementation=implementation,
+    )
+    if slots.householder is not None:
+        if tokens.custom or slots.window is not None:
+            raise ValueError(
+                "PaTH carries keys from token to token of a row: it takes neither explicit positions nor a window "
+                f"(positions given: {tokens.custom}, window={slots.window})"
+            )
+        from kernels.path.api import path_attention
+
+        w, beta = slots.householder
+        return path_attention(slots.q, slots.k, v, w, beta, scale_gates=slots.scale_gates, **common)
+    positions = tokens.positions if tokens.custom else None
+    return attention(slots.q, slots.k, v, positions=positions, kv_positions=positions, window=slots.window, **common)
+
+
+def attend_cache(
+    slots: Slots, v: Array, cache: LayerCache, view: View, implementation: str | None
+) -> tuple[Array, LayerCache]:
+    """Attention of T new tokens to the cached ones and to themselves -> [B, T, H, D] and the cache with them in it."""
+    if slots.householder is not None:
+        return _attend_carried(slots, v, cache, view, implementation)
+    cache = cache.replace(
+        k=caches.write(cache.k, slots.k, view.start),
+        v=caches.write(cache.v, v, view.start),
+        log_gates=_write_gates(cache, slots, view),
+    )
+    out = attention(
+        slots.q,
+        cache.k,
+        cache.v,
+        prior=slots.prior,
+        log_gates=cache.log_gates,
+        sharpness=slots.sharpness,
+        sharpen_prior=slots.sharpen_prior,
+        segment_ids=(view.ids, view.slot_ids),
+        positions=view.positions,
+        kv_positions=view.slot_positions,
+        window=slots.window,
+        implementation=implementation,
+    )
+    return out, cache
+
+
+def _write_gates(cache: LayerCache, slots: Slots, view: View) -> Array | None:
+    if cache.log_gates is None or slots.log_gates is None:
+        return None
+    gates = jnp.where((view.ids >= 0)[:, :, None], slots.log_gates, 0.0)  # padding forgets nothing
+    return caches.write(cache.log_gates, gates, view.start)

@@ -1,0 +1,120 @@
+"""Decode state, typed: what every layer remembers of the tokens before, and where those tokens stand.
+
+One scheme of slots serves every case. New tokens are written at the next free slots of all rows at once; a padding token
+takes a slot as well but carries a negative segment id, so nobody sees it. Rows may therefore be ragged and padded on
+either side, prompts may come in chunks, and positions always follow the mask, never the padded width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from bampath.positions.slots import Carry, Geometry
+
+Array = jax.Array
+
+
+@struct.dataclass
+class LayerCache:
+    """One layer's memory of S slots.
+
+    k, v [B, S, Hkv, D]: keys in the form that the scheme needs at the newest token (rotated for RoPE; for PaTH carried
+    to the last token and kept in float32, so that rounding does not build up); log_gates [B, S, H] float32 or None;
+    carry: state of the scheme's parts, such as the last inputs of a short convolution.
+    """
+
+    k: Array
+    v: Array
+    log_gates: Array | None
+    carry: Carry
+
+
+@struct.dataclass
+class Cache:
+    """The memory of a model.
+
+    layers: one LayerCache each; positions, segment_ids [B, S] int32 of the slots (id -1: empty or padding);
+    used: int32 scalar, slots written so far; next_position [B] int32, tokens (without padding) seen by each row.
+    """
+
+    layers: tuple[LayerCache, ...]
+    positions: Array
+    segment_ids: Array
+    used: Array
+    next_position: Array
+
+    @property
+    def capacity(self) -> int:
+        return self.positions.shape[1]
+
+
+@struct.dataclass
+class View:
+    """What one call sees of the cache: its own T tokens, and the S slots before (`past_*`) and after it is written.
+
+    start: int32 scalar, first slot to write; positions, ids [B, T]; slot_positions, slot_ids, past_ids [B, S].
+    """
+
+    start: Array
+    positions: Array
+    ids: Array
+    slot_positions: Array
+    slot_ids: Array
+    past_ids: Array
+
+
+def look(cache: Cache, mask: Array) -> View:
+    """Place new tokens in the cache. mask [B, T] bool: True for a real token, False for padding."""
+    steps = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+    positions = jnp.where(mask, cache.next_position[:, None] + steps - 1, 0)
+    ids = jnp.where(mask, 0, -1).astype(jnp.int32)
+    return View(
+        start=cache.used,
+        positions=positions,
+        ids=ids,
+        slot_positions=write(cache.positions, positions, cache.used),
+        slot_ids=write(cache.segment_ids, ids, cache.used),
+        past_ids=cache.segment_ids,
+    )
+
+
+def advance(cache: Cache, view: View, layers: tuple[LayerCache, ...]) -> Cache:
+    """The cache after a call: the layers' new memories and the books that say where everything stands."""
+    return Cache(
+        layers=layers,
+        positions=view.slot_positions,
+        segment_ids=view.slot_ids,
+        used=cache.used + view.ids.shape[1],
+        next_position=cache.next_position + (view.ids >= 0).sum(axis=1, dtype=jnp.int32),
+    )
+
+
+def write(slots: Array, new: Array, start: Array) -> Array:
+    """Put new [B, T, …] into slots [B, S, …] at slot `start` (S >= start + T is the caller's duty)."""
+    return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis=1)
+
+
+def empty_layer(
+    geometry: Geometry, batch: int, capacity: int, dtype: Any, *, carried_keys: bool, gates: bool, carry: Carry
+) -> LayerCache:
+    """A layer's memory before the first token. `carried_keys`: PaTH; `gates`: a forget gate is remembered too."""
+    shape = (batch, capacity, geometry.kv_heads, geometry.head_dim)
+    return LayerCache(
+        k=jnp.zeros(shape, jnp.float32 if carried_keys else dtype),
+        v=jnp.zeros(shape, dtype),
+        log_gates=jnp.zeros((batch, capacity, geometry.heads), jnp.float32) if gates else None,
+        carry=carry,
+    )
+
+
+def empty(layers: tuple[LayerCache, ...], batch: int, capacity: int) -> Cache:
+    """A cache before the first token."""
+    return Cache(
+        layers=layers,
+        positions=jnp.zeros((batch, capacity), jnp.int32),
+        segment_ids=jnp.full((batch, capacity), -1, jnp.int32),
+        used=jnp.zeros((), jnp.int32),
+        next_position=jnp.zeros((batch,), jnp.int32),
+    )

@@ -1,0 +1,171 @@
+"""Prefill in chunks, decode token by token, sample: `python -m bampath.generate CHECKPOINT --prompt "…"`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bampath.cache import Cache
+from bampath.model import LM, init_cache
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
+
+    The filters apply in the order temperature, top-k, top-p; top-p keeps the smallest set of most likely tokens whose
+    probability reaches top_p (always at least one).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (off) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+
+
+def filter_logits(logits: Array, sampling: Sampling) -> Array:
+    """Logits [B, V] float32 after temperature, top-k and top-p; tokens that are cut get -inf. Needs temperature > 0."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = -jnp.sort(-logits, axis=-1)
+        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
+        threshold = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    return logits
+
+
+def pick(logits: Array, key: Array, sampling: Sampling) -> Array:
+    """The next token of each row [B] int32 from logits [B, V]."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, filter_logits(logits, sampling), axis=-1).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def extend(model: LM, params: Any, tokens: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
+    """Jitted `LM.extend`: hidden states of new tokens [B, T, dim] and the cache with them in it (the old one is donated)."""
+    return model.apply({"params": params}, tokens, cache, mask, method="extend")
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _step(
+    model: LM, sampling: Sampling, params: Any, tokens: Array, cache: Cache, alive: Array, key: Array
+) -> tuple[Array, Cache]:
+    hidden, cache = model.apply({"params": params}, tokens[:, None], cache, alive[:, None], method="extend")
+    logits = model.apply({"params": params}, hidden[:, 0], method="logits")
+    return pick(logits, key, sampling), cache
+
+
+def stream_features(
+    model: LM, params: Any, tokens: np.ndarray, chunk: int, mask: np.ndarray | None = None
+) -> Iterator[tuple[int, Array]]:
+    """Hidden states of long rows in pieces: yields (start, hidden [B, <=chunk, dim]) from left to right.
+
+    tokens [B, T] int32; mask [B, T] marks real tokens (default: all). Memory is that of one chunk and of the cache, so
+    T may be as long as the cache fits. Equal to `LM.features` on the whole row.
+    """
+    batch, length = tokens.shape
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1")
+    chunk = min(chunk, length)
+    padded = -(-length // chunk) * chunk
+    mask = np.ones(tokens.shape, bool) if mask is None else mask
+    tokens = np.pad(tokens, ((0, 0), (0, padded - length)))
+    mask = np.pad(mask, ((0, 0), (0, padded - length)))
+    cache = init_cache(model.config, batch, padded)
+    for start in range(0, padded, chunk):
+        piece = slice(start, start + chunk)
+        hidden, cache = extend(model, params, jnp.asarray(tokens[:, piece]), cache, jnp.asarray(mask[:, piece]))
+        yield start, hidden[:, : length - start]
+
+
+def prefill(
+    model: LM, params: Any, tokens: np.ndarray, mask: np.ndarray, cache: Cache, chunk: int
+) -> tuple[Array, Cache]:
+    """Read prompts [B, T] into the cache, `chunk` tokens at a time -> (hidden state of each row's last token, cache)."""
+    batch, length = tokens.shape
+    last = length - 1 - np.argmax(mask[:, ::-1], axis=1)
+    final: Array | None = None
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        hidden, cache = extend(
+            model, params, jnp.asarray(tokens[:, start:stop]), cache, jnp.asarray(mask[:, start:stop])
+        )
+        here = (last >= start) & (last < stop)
+        rows = hidden[np.arange(batch), np.clip(last - start, 0, stop - start - 1)]
+        final = rows if final is None else jnp.where(jnp.asarray(here)[:, None], rows, final)
+    assert final is not None
+    return final, cache
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ragged prompts -> tokens [B, T] int32 (0 where padded) and mask [B, T]; `side` is "left" or "right"."""
+    if side not in ("left", "right"):
+        raise ValueError(f'pad_side={side!r} must be "left" or "right"')
+    if not prompts or min(map(len, prompts)) == 0:
+        raise ValueError("every prompt needs at least one token (an empty text has none: start with a BOS token)")
+    width = max(map(len, prompts))
+    tokens, mask = np.zeros((len(prompts), width), np.int32), np.zeros((len(prompts), width), bool)
+    for row, prompt in enumerate(prompts):
+        place = slice(width - len(prompt), width) if side == "left" else slice(0, len(prompt))
+        tokens[row, place], mask[row, place] = prompt, True
+    return tokens, mask
+
+
+def generate(
+    model: LM,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    stop_id: int | None = None,
+    pad_side: str = "left",
+    chunk: int = 512,
+    on_tokens: Callable[[np.ndarray], None] | None = None,
+) -> list[list[int]]:
+    """Continue each prompt by at most `max_new_tokens` tokens, up to and without `stop_id`.
+
+    prompts: ragged lists of token ids; the result of each row is that of its solo run, whatever stands beside it.
+    on_tokens gets each step's tokens [B] as they come, -1 for rows that have ended.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    tokens, mask = pad_prompts(prompts, pad_side)
+    cache = init_cache(model.config, len(prompts), tokens.shape[1] + max_new_tokens)
+    hidden, cache = prefill(model, params, tokens, mask, cache, chunk)
+    keys = jax.random.split(jax.random.key(seed), max_new_tokens)
+    new = np.asarray(pick(model.apply({"params": params}, hidden, method="logits"), keys[0], sampling))
+    results: list[list[int]] = [[] for _ in prompts]
+    alive = np.ones(len(prompts), bool)
+    for step in range(max_new_tokens):
+        if step:
+            device_new, cache = _step(model, sampling, params, jnp.asarray(new), cache, jnp.asarray(alive), keys[step])
+            new = np.asarray(device_new)
+        alive &= new != stop_id if stop_id is not None else True
+        for row in np.flatnonzero(alive):
+            results[row].append(int(new[row]))
+        if on_tokens is not None:
+            on_tokens(np.where(alive, new, -1))
+        if not alive.any():
+            break
+    return results
