@@ -1,0 +1,113 @@
+"""The folder of a run: opening it, refusing to overwrite it, and finding where to continue."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from bampath import checkpoint
+from bampath.checkpoint import CheckpointError
+from bampath.config import Config, from_json, to_json
+from bampath.data import Loader
+from bampath.overrides import flat
+from bampath.step import Declared, TrainState, init_state, optimizer_of
+
+CONFIG_NAME = "config.json"
+
+# What may differ between a run and its continuation. The loader itself refuses data options that would change the
+# stream; a model's shapes are compared with the checkpoint; these two change speed and memory, not the function.
+_FREE = ("train.", "optim.", "data.", "model.remat", "model.attention_impl")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: step 0 without a checkpoint, or after the steps of `path`."""
+
+    step: int = 0
+    path: Path | None = None
+    data: dict[str, Any] | None = None
+    elapsed: float = 0.0
+
+
+def open_run(
+    config: Config, run_dir: Path, declared: Declared, resume: bool, say: Callable[[str], None] = print
+) -> Start:
+    """Make or open the folder of a run and write its configuration.
+
+    FileExistsError if the folder has something in it and `resume` is false. CheckpointError if its checkpoint is of a
+    model with other arrays, ValueError if the configuration differs in what cannot change.
+    """
+    used = run_dir.exists() and any(run_dir.iterdir())
+    if used and not resume:
+        raise FileExistsError(f"{run_dir} is not empty; continue that run with --resume, or choose another --run-dir")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    start = Start()
+    if used:
+        start = _last(run_dir, say)
+        _refuse_changes(config, saved_config(run_dir), declared, start, say)
+    if resume:
+        say(f"continuing after step {start.step}" if start.path else "no checkpoint to continue from: starting anew")
+    write_config(config, run_dir)
+    return start
+
+
+def saved_config(run_dir: Path) -> Config | None:
+    """The configuration in a run's folder; None if there is none yet."""
+    path = run_dir / CONFIG_NAME
+    return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write config.json so that a crash leaves the old or the new one."""
+    temporary = run_dir / f"{CONFIG_NAME}.partial"
+    temporary.write_text(to_json(config) + "\n", encoding="utf-8")
+    os.replace(temporary, run_dir / CONFIG_NAME)
+
+
+def saved_state(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint keeps of a state beside its step and parameters."""
+    return {"optimizer": state.opt_state, "key": state.key}
+
+
+def first_state(config: Config, model: nn.Module, declared: Declared, loader: Loader, start: Start) -> TrainState:
+    """The state to begin with, and the loader moved to the same step."""
+    optimizer = optimizer_of(config, declared)
+    if start.path is None:
+        return init_state(config, model, optimizer)
+    like = jax.eval_shape(lambda: init_state(config, model, optimizer))
+    params, rest = checkpoint.restore(start.path, like.params, saved_state(like))
+    assert start.data is not None
+    loader.restore(start.data)
+    return TrainState(jnp.int32(start.step), params, rest["optimizer"], rest["key"], jnp.bool_(True))
+
+
+def _last(run_dir: Path, say: Callable[[str], None]) -> Start:
+    path = checkpoint.latest(run_dir, say)
+    if path is None:
+        return Start()
+    info = checkpoint.describe(path)
+    return Start(info.step, path, info.data, info.elapsed)
+
+
+def _refuse_changes(
+    config: Config, saved: Config | None, declared: Declared, start: Start, say: Callable[[str], None]
+) -> None:
+    if saved is None:
+        return
+    before, now = flat(saved), flat(config)
+    changed = [f"{key}: saved {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
+    fixed = [line for line in changed if not line.startswith(_FREE)]
+    if start.path is not None:
+        try:
+            checkpoint.refuse_differences(checkpoint.describe(start.path), declared.shapes)
+        except CheckpointError as error:
+            raise CheckpointError("\n  ".join([str(error), "the configurations differ in", *fixed])) from None
+    if fixed:
+        raise ValueError("\n  ".join(["a run cannot continue as another model; the configurations differ in", *fixed]))
+    for line in changed:
+        say(f"changed when resuming: {line}")

@@ -1,0 +1,186 @@
+"""One optimiser step as a pure function: state and batch in, state and report out.
+
+The gradient of a step is that of (sum of weighted losses) / (sum of weights) over the whole batch; working it off in
+several parts adds the sums and divides once, so it is the gradient of one big batch. A step whose loss, gradient or
+update is not finite leaves the state as it was, and so do all after it: what a checkpoint may hold is always sound.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import struct
+
+from bampath import params as tags
+from bampath.config import Config
+from bampath.loss import cross_entropy
+from bampath.metrics import Mean
+from bampath.model import LM, head_kernel
+from bampath.optim import learning_rate, make_optimizer
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+
+@struct.dataclass
+class TrainState:
+    """step: int32, optimiser steps done; params: float32 masters, untagged; key: uint32 [2]; sound: bool, see above."""
+
+    step: Array
+    params: Any
+    opt_state: Any
+    key: Array
+    sound: Array
+
+
+@struct.dataclass
+class Report:
+    """What one step tells: loss (weighted sum and weight), norms before clipping and of the update, the learning rate,
+    squares [parameters]: sum of squares of each gradient, in the order of the leaves; ranges: {positional parameter:
+    float32 [2], least and largest over all layers}; sound: whether the update was applied."""
+
+    loss: Mean
+    grad_norm: Array
+    update_norm: Array
+    lr: Array
+    squares: Array
+    ranges: dict[str, Array]
+    sound: Array
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Parameters as declared: abstract arrays, roles and logical axes, three trees of one structure."""
+
+    shapes: Any
+    roles: Any
+    axes: Any
+
+    @property
+    def count(self) -> int:
+        """Number of parameters in all."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+
+    def count_of(self, *roles: str) -> int:
+        """Number of parameters that have one of these roles."""
+        pairs = zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self.roles), strict=True)
+        return sum(leaf.size for leaf, role in pairs if role in roles)
+
+
+def declare(model: nn.Module) -> Declared:
+    """The parameters of a model, by tracing its initialisation: nothing is computed or allocated."""
+    boxed = jax.eval_shape(lambda: _init(model, jax.random.key(0)))
+    return Declared(tags.unbox(boxed), tags.roles(boxed), tags.axes(boxed))
+
+
+def optimizer_of(config: Config, declared: Declared) -> optax.GradientTransformation:
+    return make_optimizer(config.optim, config.train.steps, declared.roles, declared.axes)
+
+
+def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, a pure function of train.seed."""
+
+    def build() -> TrainState:
+        start, key = jax.random.split(jax.random.key(config.train.seed))
+        params = tags.unbox(_init(model, start))
+        state = optimizer.init(params)
+        return TrainState(jnp.int32(0), params, state, jax.random.key_data(key), jnp.bool_(True))
+
+    return jax.jit(build)()
+
+
+def batch_loss(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array | None = None) -> Mean:
+    """Weighted sum of the cross-entropies of a batch, and its weight; see `cross_entropy`."""
+    rngs = {} if key is None else {"sample": key}
+    ids = batch.get("segment_ids")
+    hidden: Any = model.apply({"params": params}, batch["tokens"], ids, method="features", rngs=rngs)
+    kernel = head_kernel(params)
+    total, weight = cross_entropy(hidden, kernel, batch["targets"], batch["weights"], chunk=config.train.loss_chunk)
+    return Mean(total, weight)
+
+
+def gradients(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array) -> tuple[Mean, Any]:
+    """Loss of a batch and the gradient of its mean, worked off in train.accumulate parts of equal size."""
+    parts = config.train.accumulate
+
+    def one(part: Batch, key: Array) -> tuple[Mean, Any]:
+        def loss(params: Any) -> tuple[Array, Mean]:
+            mean = batch_loss(config, model, params, part, key)
+            return mean.total, mean
+
+        (_, mean), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return mean, grads
+
+    if parts == 1:
+        mean, grads = one(batch, key)
+    else:  # part p has rows p, p + parts, …: cutting the minor axis keeps every part spread over all devices
+        split = {name: jnp.moveaxis(a.reshape(-1, parts, *a.shape[1:]), 1, 0) for name, a in batch.items()}
+
+        def add(carry: tuple[Mean, Any], part: tuple[Batch, Array]) -> tuple[tuple[Mean, Any], None]:
+            mean, grads = one(*part)
+            return (carry[0].merge(mean), jax.tree.map(jnp.add, carry[1], grads)), None
+
+        start = (Mean.zero(), jax.tree.map(jnp.zeros_like, params))
+        (mean, grads), _ = jax.lax.scan(add, start, (split, jax.random.split(key, parts)))
+    weight = jnp.maximum(mean.weight, jnp.finfo(jnp.float32).tiny)  # a batch without targets has gradient 0
+    return mean, jax.tree.map(lambda g: g / weight, grads)
+
+
+def make_train_step(
+    config: Config, model: nn.Module, declared: Declared, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
+    """The jitted step; the state that goes in is donated. batch: what `device_batch` gives, all [B, T]."""
+    schedule = learning_rate(config.optim, config.train.steps)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        loss, grads = gradients(config, model, state.params, batch, key)
+        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.global_norm(updates)
+        sound = state.sound & jnp.isfinite(loss.total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+        after = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key, sound)
+        kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
+        ranges = positional_ranges(kept.params, declared.roles)
+        report = Report(loss, grad_norm, update_norm, schedule(state.step), squares, ranges, sound)
+        return replace(kept, sound=sound), report
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(config: Config, model: nn.Module) -> Callable[[Any, Batch], Mean]:
+    """The jitted loss of a batch, without gradients."""
+    return jax.jit(lambda params, batch: batch_loss(config, model, params, batch))
+
+
+def positional_ranges(params: Any, roles: Any) -> dict[str, Array]:
+    """{part/parameter: [least, largest] over layers and heads} of priors and sharpnesses, to see them drift."""
+    found: dict[str, list[Array]] = {}
+    pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(roles), strict=True)
+    for (path, leaf), role in pairs:
+        if role in ("prior", "sharpness"):
+            found.setdefault("/".join(str(key.key) for key in path[-2:]), []).append(leaf)
+    joined = {name: jnp.concatenate([leaf.reshape(-1) for leaf in leaves]) for name, leaves in found.items()}
+    return {name: jnp.stack([jnp.min(values), jnp.max(values)]) for name, values in joined.items()}
+
+
+def device_batch(config: Config, batch: dict[str, Any]) -> Batch:
+    """The arrays of a loader's batch that a step reads, on the device.
+
+    Positions are left out: the model derives the same ones from the segments. Without document masks the segments only
+    mark padding behind the text, which causality hides, so they are left out as well and kernels need not look at them.
+    """
+    names = ["tokens", "targets", "weights"] + (["segment_ids"] if config.data.document_mask else [])
+    return jax.device_put({name: batch[name] for name in names})
+
+
+def _init(model: nn.Module, key: Array) -> Any:
+    return model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def build_model(config: Config) -> LM:
+    return LM(config.model)

@@ -1,0 +1,230 @@
+"""The training loop: one readable function around one jitted step.
+
+Order of things: the configuration is resolved, the model traced (shapes, divisibility and schemes fail here, before
+anything is allocated), a checkpoint restored or fresh parameters drawn, the loader moved to the step, then the loop.
+The numbers of step n − 1 are read while step n runs. A checkpoint is saved only after its step was found sound.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from bampath import runs, startup
+from bampath.checkpoint import Saver, problem
+from bampath.config import Config
+from bampath.data import Loader, load_corpus, make_loader, validation_batches
+from bampath.diagnose import explain
+from bampath.flops import peak_flops, train_flops_per_token
+from bampath.metrics import Mean, Writer
+from bampath.overrides import to_dict
+from bampath.progress import Progress, Speed
+from bampath.step import (
+    Batch,
+    Declared,
+    Report,
+    TrainState,
+    build_model,
+    declare,
+    device_batch,
+    make_eval_step,
+    make_train_step,
+    optimizer_of,
+)
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss, gradient or update that is not finite. The message names the step and the first bad parameter group."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an evaluation hook gets: the steps done, the model and the parameters after the last of them."""
+
+    step: int
+    config: Config
+    model: nn.Module
+    params: Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: steps done, parameters, and the last numbers of training and of evaluation."""
+
+    step: int
+    params: Any
+    train: dict[str, Any]
+    evaluation: dict[str, Any]
+
+
+Evaluate = Callable[[Snapshot], Mapping[str, float]]
+
+
+def fit(
+    config: Config,
+    run_dir: Path | str,
+    *,
+    resume: bool = False,
+    evaluate: Evaluate | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    out: TextIO = sys.stdout,
+) -> Result:
+    """Train `config` in `run_dir` (config.json, metrics.jsonl, tensorboard/, checkpoints/) and return how it ended.
+
+    resume: continue the run that is there from its last complete checkpoint, or from the start if it has none; without
+    it a folder with anything in it is refused. evaluate: called every train.eval_every steps and at the end, by default
+    `validation_loss`; its numbers are written as kind "eval". should_stop: asked after each step; true saves and ends.
+
+    Raises NonFiniteError, after saving the last sound state; FileExistsError; CheckpointError if the run is of another
+    model; ValueError for keys that cannot change when resuming.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(f"fit runs in one process; jax.process_count() is {jax.process_count()}")
+    run_dir = Path(run_dir).absolute()
+    model = build_model(config)
+    declared = declare(model)
+    found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
+    with make_loader(config.data) as loader:
+        startup.check_vocabulary(config, loader.source.tokenizer)
+        print(startup.banner(config, declared, loader.source.tokenizer), file=out, flush=True)
+        if evaluate is None and config.train.eval_every:
+            evaluate = validation_loss(config, model, loader)
+        with (
+            Progress(config.train.steps, out) as progress,
+            Saver(run_dir, config.train.keep, config.train.keep_every) as saver,
+            Writer(run_dir, found.step, config.train.tensorboard) as writer,
+        ):
+            run = _Run(config, model, declared, loader, saver, writer, progress, evaluate, found.elapsed)
+            return run.loop(runs.first_state(config, model, declared, loader, found), found.step, should_stop)
+
+
+def validation_loss(config: Config, model: nn.Module, loader: Loader) -> Evaluate:
+    """The default hook: mean loss per target token over train.eval_batches batches of the held-out text."""
+    tokenizer = loader.source.tokenizer
+    corpus = load_corpus(config.data, "validation", tokenizer)
+    eval_step = make_eval_step(config, model)
+
+    def evaluate(now: Snapshot) -> dict[str, float]:
+        mean = Mean.zero()
+        batches = config.train.eval_batches
+        for batch in validation_batches(config.data, batches=batches, corpus=corpus, tokenizer=tokenizer):
+            mean = mean.merge(eval_step(now.params, device_batch(config, batch)))
+        loss = mean.value()
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "targets": float(mean.weight)}
+
+    return evaluate
+
+
+class _Run:
+    """The things that a loop holds, and the loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        declared: Declared,
+        loader: Loader,
+        saver: Saver,
+        writer: Writer,
+        progress: Progress,
+        evaluate: Evaluate | None,
+        elapsed: float,
+    ) -> None:
+        self.config, self.model, self.declared, self.loader = config, model, declared, loader
+        self.saver, self.writer, self.progress, self.evaluate = saver, writer, progress, evaluate
+        self.started = time.monotonic() - elapsed
+        tokens = config.data.batch_size * config.data.sequence_length
+        flops = train_flops_per_token(config.model, declared.count, config.data.sequence_length)
+        self.speed = Speed(tokens, flops, peak_flops(jax.devices()[0].device_kind))
+        self.last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
+
+    def loop(self, state: TrainState, start: int, should_stop: Callable[[], bool]) -> Result:
+        """Steps `start` … train.steps − 1."""
+        train = self.config.train
+        step = make_train_step(self.config, self.model, self.declared, optimizer_of(self.config, self.declared))
+        pending: tuple[int, Report, Batch] | None = None
+        done = start
+        for done in range(start + 1, train.steps + 1):
+            batch = device_batch(self.config, next(self.loader))
+            state, report = step(state, batch)
+            if pending is not None:
+                self.read(*pending, state)
+            pending = (done, report, batch)
+            stop = should_stop()
+            save = stop or done == train.steps or _due(done, train.save_every)
+            evaluate = self.evaluate is not None and (done == train.steps or _due(done, train.eval_every))
+            if save or evaluate:
+                self.read(*pending, state)
+                pending = None
+            if save:
+                self.save(done, state)
+            if evaluate:
+                self.run_evaluation(done, state)
+            if stop and done < train.steps:
+                self.progress.say(f"stopped after step {done}; continue with --resume")
+                break
+        return Result(done, state.params, self.last["train"], self.last["eval"])
+
+    def read(self, done: int, report: Report, batch: Batch, state: TrainState) -> None:
+        """Look at what step number `done` reported, while the next one runs; log it when it is due."""
+        self.saver.check()
+        if not bool(report.sound):
+            self.fail(done, report, batch, state)
+        if not _due(done, self.config.train.log_every) and done != self.config.train.steps:
+            return
+        values = {
+            "loss": report.loss.value(),
+            "grad_norm": float(report.grad_norm),
+            "update_norm": float(report.update_norm),
+            "lr": float(report.lr),
+            "targets": float(report.loss.weight),
+            "tokens": done * self.config.data.batch_size * self.config.data.sequence_length,
+            "elapsed": time.monotonic() - self.started,
+            **self.speed.at(done),
+        }
+        for name, (low, high) in jax.tree.map(np.asarray, report.ranges).items():
+            values |= {f"{name}/min": float(low), f"{name}/max": float(high)}
+        self.last["train"] = values
+        self.writer.write("train", done, values)
+        self.progress.show(done, values, self.speed.seconds_per_step)
+
+    def save(self, done: int, state: TrainState) -> Path:
+        """Start saving the state after `done` steps, which must be sound."""
+        facts = {
+            "config": to_dict(self.config),
+            "data": {**self.loader.state(), "step": done},
+            "tokenizer": self.loader.source.tokenizer.fingerprint,
+            "elapsed": time.monotonic() - self.started,
+        }
+        return self.saver.save(done, state.params, runs.saved_state(state), facts)
+
+    def run_evaluation(self, done: int, state: TrainState) -> None:
+        assert self.evaluate is not None
+        with self.speed.paused():
+            values = dict(self.evaluate(Snapshot(done, self.config, self.model, state.params)))
+        self.last["eval"] = values
+        self.writer.write("eval", done, values)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self.progress.say(f"step {done}  evaluation  {shown}")
+
+    def fail(self, done: int, report: Report, batch: Batch, state: TrainState) -> None:
+        """Keep the last sound state, then raise NonFiniteError. `state` was left as it was before step `done`."""
+        good = done - 1
+        target = self.saver.folder / f"{good:08d}"
+        self.saver.wait()
+        if good > 0 and problem(target) is not None:
+            self.save(good, replace(state, sound=np.True_))
+            self.saver.wait()
+        kept = f"the state after step {good} is kept in {target}" if good > 0 else "no step had been done before it"
+        raise NonFiniteError(f"step {done}: {explain(self.config, self.declared, report, batch, state)}; {kept}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
