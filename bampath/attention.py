@@ -4,6 +4,7 @@ Nothing here knows a scheme by name. Training, prefill and decode run the same c
 to the cached keys and to themselves, without one the row attends to itself.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -83,17 +84,18 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        matrix = lambda name, shape, axes, fan_in: self.param(
-            name, tagged(weight_init(c, fan_in), axes, "matrix"), shape
-        )
-        self.query = matrix("query", (c.dim, c.heads, c.head_dim), ("embed", "heads", None), c.dim)
-        self.key = matrix("key", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), c.dim)
-        self.value = matrix("value", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), c.dim)
-        self.out = matrix("out", (c.heads, c.head_dim, c.dim), ("heads", None, "embed"), c.heads * c.head_dim)
+        self.query = self._matrix("query", (c.dim, c.heads, c.head_dim), ("embed", "heads", None))
+        self.key = self._matrix("key", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None))
+        self.value = self._matrix("value", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None))
+        self.out = self._matrix("out", (c.heads, c.head_dim, c.dim), ("heads", None, "embed"))
         if c.qk_norm:
             self.query_norm = RMSNorm(c.norm_eps, (c.heads, c.head_dim), ("heads", None))
             self.key_norm = RMSNorm(c.norm_eps, (c.kv_heads, c.head_dim), ("kv_heads", None))
         self.position = PositionalEncoding(self.composition, self.geometry, self.shared)
+
+    def _matrix(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+        fan_in = shape[0] if axes[0] == "embed" else shape[0] * shape[1]
+        return self.param(name, tagged(weight_init(self.config, fan_in), axes, "matrix"), shape)
 
     def __call__(
         self, x_BTD: Array, tokens: RowTokens, cache: LayerCache | None = None, view: View | None = None
@@ -105,12 +107,12 @@ class Attention(nn.Module):
         if cache is None or view is None:
             o_BTHK = attend_row(slots, v, tokens, self.config.attention_impl)
         else:
-            o_BTHK, cache = attend_cache(slots, v, cache.replace(carry=carry), view, self.config.attention_impl)
+            o_BTHK, cache = attend_cache(slots, v, replace(cache, carry=carry), view, self.config.attention_impl)
         return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), self.out.astype(x_BTD.dtype)), cache
 
     def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        project = lambda w: jnp.einsum("btd,dhk->bthk", x_BTD, w.astype(x_BTD.dtype))
-        q, k, v = project(self.query), project(self.key), project(self.value)
+        weights = (self.query, self.key, self.value)
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x_BTD, w.astype(x_BTD.dtype)) for w in weights)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         return q, k, v
@@ -118,14 +120,14 @@ class Attention(nn.Module):
 
 def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | None) -> Array:
     """Self-attention of whole rows (training and evaluation without a cache) -> [B, T, H, D]."""
-    common: dict[str, Any] = dict(
-        prior=slots.prior,
-        log_gates=slots.log_gates,
-        sharpness=slots.sharpness,
-        sharpen_prior=slots.sharpen_prior,
-        segment_ids=tokens.ids if tokens.packed else None,
-        implementation=implementation,
-    )
+    common: dict[str, Any] = {
+        "prior": slots.prior,
+        "log_gates": slots.log_gates,
+        "sharpness": slots.sharpness,
+        "sharpen_prior": slots.sharpen_prior,
+        "segment_ids": tokens.ids if tokens.packed else None,
+        "implementation": implementation,
+    }
     if slots.householder is not None:
         if tokens.custom or slots.window is not None:
             raise ValueError(
@@ -146,7 +148,8 @@ def attend_cache(
     """Attention of T new tokens to the cached ones and to themselves -> [B, T, H, D] and the cache with them in it."""
     if slots.householder is not None:
         return _attend_carried(slots, v, cache, view, implementation)
-    cache = cache.replace(
+    cache = replace(
+        cache,
         k=caches.write(cache.k, slots.k, view.start),
         v=caches.write(cache.v, v, view.start),
         log_gates=_write_gates(cache, slots, view),

@@ -1,8 +1,8 @@
 """Decode state, typed: what every layer remembers of the tokens before, and where those tokens stand.
 
-One scheme of slots serves every case. New tokens are written at the next free slots of all rows at once; a padding token
-takes a slot as well but carries a negative segment id, so nobody sees it. Rows may therefore be ragged and padded on
-either side, prompts may come in chunks, and positions always follow the mask, never the padded width.
+One layout serves every case. New tokens go to the next free slots of all rows at once; a padding token takes a slot as
+well but carries a negative segment id, so nobody sees it. Rows may therefore be ragged and padded on either side,
+prompts may come in chunks, and positions always follow the mask, never the padded width.
 """
 
 from typing import Any

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bampath.cache import Cache
+from bampath.data import StreamDecoder, Tokenizer
+from bampath.load import Loaded, load
 from bampath.model import LM, init_cache
 
 Array = jax.Array
@@ -59,19 +61,22 @@ def pick(logits: Array, key: Array, sampling: Sampling) -> Array:
     return jax.random.categorical(key, filter_logits(logits, sampling), axis=-1).astype(jnp.int32)
 
 
+def _call(model: LM, params: Any, method: str, *args: Any) -> Any:
+    return model.apply({"params": params}, *args, method=method)
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def extend(model: LM, params: Any, tokens: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
-    """Jitted `LM.extend`: hidden states of new tokens [B, T, dim] and the cache with them in it (the old one is donated)."""
-    return model.apply({"params": params}, tokens, cache, mask, method="extend")
+    """Jitted `LM.extend`: hidden states [B, T, dim] of new tokens and the cache with them (the old one is donated)."""
+    return _call(model, params, "extend", tokens, cache, mask)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _step(
     model: LM, sampling: Sampling, params: Any, tokens: Array, cache: Cache, alive: Array, key: Array
 ) -> tuple[Array, Cache]:
-    hidden, cache = model.apply({"params": params}, tokens[:, None], cache, alive[:, None], method="extend")
-    logits = model.apply({"params": params}, hidden[:, 0], method="logits")
-    return pick(logits, key, sampling), cache
+    hidden, cache = _call(model, params, "extend", tokens[:, None], cache, alive[:, None])
+    return pick(_call(model, params, "logits", hidden[:, 0]), key, sampling), cache
 
 
 def stream_features(
@@ -100,7 +105,7 @@ def stream_features(
 def prefill(
     model: LM, params: Any, tokens: np.ndarray, mask: np.ndarray, cache: Cache, chunk: int
 ) -> tuple[Array, Cache]:
-    """Read prompts [B, T] into the cache, `chunk` tokens at a time -> (hidden state of each row's last token, cache)."""
+    """Read prompts [B, T] into the cache, `chunk` tokens at a time -> (hidden of each row's last token, cache)."""
     batch, length = tokens.shape
     last = length - 1 - np.argmax(mask[:, ::-1], axis=1)
     final: Array | None = None
@@ -154,7 +159,7 @@ def generate(
     cache = init_cache(model.config, len(prompts), tokens.shape[1] + max_new_tokens)
     hidden, cache = prefill(model, params, tokens, mask, cache, chunk)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
-    new = np.asarray(pick(model.apply({"params": params}, hidden, method="logits"), keys[0], sampling))
+    new = np.asarray(pick(_call(model, params, "logits", hidden), keys[0], sampling))
     results: list[list[int]] = [[] for _ in prompts]
     alive = np.ones(len(prompts), bool)
     for step in range(max_new_tokens):
@@ -169,3 +174,68 @@ def generate(
         if not alive.any():
             break
     return results
+
+
+def encode_prompt(loaded: Loaded, text: str) -> list[int]:
+    """Token ids of a prompt, with a BOS in front if the model's documents had one."""
+    bos = [loaded.tokenizer.bos_id] if loaded.config.data.add_bos and loaded.tokenizer.bos_id is not None else []
+    return [*bos, *loaded.tokenizer.encode(text)]
+
+
+def _printer(tokenizer: Tokenizer) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
+    """(what prints a step's token of the only row as soon as its text is complete, what prints the rest)."""
+    decoder = StreamDecoder(tokenizer)
+
+    def push(tokens: np.ndarray) -> None:
+        if tokens[0] >= 0:
+            print(decoder.push(int(tokens[0])), end="", flush=True)
+
+    return push, lambda: print(decoder.flush())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m bampath.generate", description="Continue texts with a checkpoint.")
+    p.add_argument("checkpoint", help="a run's folder (its latest checkpoint) or a checkpoint's")
+    p.add_argument("--prompt", action="append", required=True, help="text to continue; give it again for a batch")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    p.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all (default)")
+    p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass; 1 keeps all")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--chunk", type=int, default=512, help="tokens of the prompt read at a time (default 512)")
+    p.add_argument("--tokenizer", help="where the tokenizer's file is, if it has moved")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    loaded = load(args.checkpoint, args.tokenizer, **({"dtype": args.dtype} if args.dtype else {}))
+    prompts = [encode_prompt(loaded, text) for text in args.prompt]
+    single = len(prompts) == 1
+    push, flush = _printer(loaded.tokenizer)
+    if single:
+        print(args.prompt[0], end="", flush=True)
+    results = generate(
+        loaded.model,
+        loaded.params,
+        prompts,
+        args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        stop_id=loaded.tokenizer.eos_id,
+        chunk=args.chunk,
+        on_tokens=push if single else None,
+    )
+    if single:
+        return flush()
+    for text, ids in zip(args.prompt, results, strict=True):
+        print(f"{text}{loaded.tokenizer.decode(ids)}\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 
 from bampath import cache as caches
 from bampath.attention import Attention, RMSNorm, RowTokens, weight_init
@@ -36,13 +35,13 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
         c = self.config
-        matrix = lambda name, rows, columns, axes: self.param(  # noqa: E731
-            name, tagged(weight_init(c, rows), axes, "matrix"), (rows, columns)
-        ).astype(x_BTD.dtype)
-        gate = matrix("gate", c.dim, c.mlp_dim, ("embed", "mlp"))
-        up = matrix("up", c.dim, c.mlp_dim, ("embed", "mlp"))
-        down = matrix("down", c.mlp_dim, c.dim, ("mlp", "embed"))
+        gate = self._matrix("gate", (c.dim, c.mlp_dim), ("embed", "mlp")).astype(x_BTD.dtype)
+        up = self._matrix("up", (c.dim, c.mlp_dim), ("embed", "mlp")).astype(x_BTD.dtype)
+        down = self._matrix("down", (c.mlp_dim, c.dim), ("mlp", "embed")).astype(x_BTD.dtype)
         return (nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
+
+    def _matrix(self, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Array:
+        return self.param(name, tagged(weight_init(self.config, shape[0]), axes, "matrix"), shape)
 
 
 class Block(nn.Module):
@@ -118,8 +117,8 @@ class LM(nn.Module):
         x_BTD = self._embed(tokens, view.positions)
         layers = []
         for layer, memory in zip(self.layer, cache.layers, strict=True):
-            x_BTD, memory = layer(x_BTD, row, memory, view)
-            layers.append(memory)
+            x_BTD, after = layer(x_BTD, row, memory, view)
+            layers.append(after)
         return self.final_norm(x_BTD), caches.advance(cache, view, tuple(layers))
 
     def logits(self, hidden: Array) -> Array:

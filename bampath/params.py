@@ -4,6 +4,7 @@ The role is set where a parameter is declared, so weight decay, learning-rate gr
 spelling of a name.
 """
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,13 +27,13 @@ class Tagged(nn.meta.AxisMetadata[Any]):
         return self.value
 
     def replace_boxed(self, val: Any) -> "Tagged":
-        return self.replace(value=val)
+        return replace(self, value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Tagged":
-        return self.replace(axes=self.axes[:index] + (params.get("name", "layers"),) + self.axes[index:])
+        return replace(self, axes=(*self.axes[:index], params.get("name", "layers"), *self.axes[index:]))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Tagged":
-        return self.replace(axes=self.axes[:index] + self.axes[index + 1 :])
+        return replace(self, axes=self.axes[:index] + self.axes[index + 1 :])
 
 
 def tagged(init: Any, axes: tuple[str | None, ...], role: Role) -> Any:

@@ -23,6 +23,8 @@ def relative_rms(got: object, want: object) -> float:
     return float(np.sqrt(np.mean((a - b) ** 2)) / max(np.sqrt(np.mean(b**2)), 1e-30))
 
 
-def central_difference(f: Callable[[np.ndarray], float], x: np.ndarray, direction: np.ndarray, eps: float = 1e-5) -> float:
+def central_difference(
+    f: Callable[[np.ndarray], float], x: np.ndarray, direction: np.ndarray, eps: float = 1e-5
+) -> float:
     """Directional derivative of f at x by a central difference; call under `x64()`."""
     return (float(f(x + eps * direction)) - float(f(x - eps * direction))) / (2 * eps)
