@@ -6,7 +6,9 @@ Named configurations live in `bampath.named`; the papers' numbers that they carr
 """
 
 import difflib
+import inspect
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -153,7 +155,11 @@ def get(name: str, *overrides: str) -> Config:
     `position=…` is short for `model.position=…`. Unknown names and keys raise ValueError with the nearest that exist.
     A head_dim, kv_heads or train_length that followed from another key keeps following it when that key is overridden.
     """
-    base = named(name)
+    return override(named(name), *overrides)
+
+
+def override(base: Config, *overrides: str) -> Config:
+    """`get` on a configuration that is at hand."""
     return _overrides.override(base, [*overrides, *_followers(base, overrides)], ALIASES)
 
 
@@ -207,6 +213,18 @@ def describe(config: Config, base: Config | None = None) -> str:
         changed = key in before and before[key] != value
         lines.append(f"{'*' if changed else ' '} {key:<24} {value}" + (f"   (was {before[key]})" if changed else ""))
     return "\n".join(lines)
+
+
+def reference() -> str:
+    """Every key with its type and default, under the explanation of its section: the text of a command's help."""
+    sections = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+    blocks = []
+    for section, cls in sections.items():
+        lines = [f"{section}.*", textwrap.indent(inspect.cleandoc(cls.__doc__ or ""), "  "), ""]
+        lines += [f"  {section}.{key:<22} {kind}" for key, kind in _overrides.document(cls)]
+        blocks.append("\n".join(lines))
+    shortcuts = "\n".join(f"  {short} is short for {full}" for short, full in ALIASES.items())
+    return "\n\n".join([*blocks, shortcuts])
 
 
 def _positive(config: Any, *names: str) -> None:

@@ -77,6 +77,26 @@ def keys(cls: type[Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{at}{field.name}", hints[field.name]
 
 
+def document(cls: type[Any], at: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, "type = default" in words) of every leaf field; "needed" stands for a field without a default."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from document(hints[field.name], f"{at}{field.name}.")
+        elif field.init:
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            text = "needed" if field.default is field.default_factory else f"= {default!r}"
+            yield f"{at}{field.name}", f"{_words(hints[field.name])} {text}"
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " | ".join("none" if k is type(None) else _words(k) for k in get_args(kind))
+    return _name(kind)
+
+
 def flat(config: Any, at: str = "") -> dict[str, Any]:
     """{dotted key: value} of every leaf field of a dataclass instance."""
     found: dict[str, Any] = {}

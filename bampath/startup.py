@@ -26,8 +26,9 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
     flops = train_flops_per_token(model, declared.count, data.sequence_length)
     peak = peak_flops(devices[0].device_kind)
     tokens = data.batch_size * data.sequence_length
+    backend = f"{jax.default_backend()}, JAX {jax.__version__}"
     rows = {
-        "device": f"{devices[0].device_kind} ({jax.default_backend()}), 1 of {len(devices)} used, JAX {jax.__version__}",
+        "device": f"{devices[0].device_kind} ({backend}), 1 of {len(devices)} used",
         "precision": f"compute {model.dtype}, parameters and positions float32, matrix products of float32 "
         + (getattr(jax.config, "jax_default_matmul_precision", None) or "as the backend does by default"),
         "attention": model.attention_impl or "the best kernel for each call on this backend",

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -220,7 +220,7 @@ class _Run:
         target = self.saver.folder / f"{good:08d}"
         self.saver.wait()
         if good > 0 and problem(target) is not None:
-            self.save(good, replace(state, sound=np.True_))
+            self.save(good, state)
             self.saver.wait()
         kept = f"the state after step {good} is kept in {target}" if good > 0 else "no step had been done before it"
         raise NonFiniteError(f"step {done}: {explain(self.config, self.declared, report, batch, state)}; {kept}")

@@ -1,0 +1,138 @@
+"""Train a named configuration:
+
+    python -m experiments.train --config bam-120m position=rope train.steps=100
+    python -m experiments.train --resume --run-dir runs/bam-120m-rope
+
+The first interrupt (Ctrl-C, SIGTERM) finishes the step, saves and exits; the second one stops at once.
+"""
+
+import argparse
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from bampath import config as configs
+from bampath.config import Config
+
+# What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 done, 1 a loss that is not finite, 2 a wrong command line, 128 + n
+    stopped by signal n."""
+    options = parse(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        config, base, run_dir = resolve(options)
+    except (ValueError, TypeError, OSError) as error:
+        return refuse(error)
+    print(configs.describe(config, base))
+    if options.dry_run:
+        return dry_run(config)
+    from bampath.checkpoint import CheckpointError
+    from bampath.train import NonFiniteError, fit
+
+    stop = Stop()
+    try:
+        result = fit(config, run_dir, resume=options.resume, should_stop=lambda: stop.by != 0)
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except (CheckpointError, OSError, ValueError) as error:
+        if options.traceback:
+            raise
+        return refuse(error)
+    print(f"done: {result.step} steps in {run_dir}; look at it with python -m bampath.inspect {run_dir}")
+    return 128 + stop.by if stop.by else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.train",
+        description=__doc__,
+        epilog=listing() if _wants_help(arguments) else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the configuration's")
+    parser.add_argument("--config", metavar="NAME", help=f"one of {', '.join(configs.names())}")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-POSITION")
+    parser.add_argument("--resume", action="store_true", help="continue the run in DIR (from its own configuration)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    return parser.parse_intermixed_args(arguments)
+
+
+def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
+    """(configuration, what it is shown as changed from, run folder). ValueError for what is missing or unknown."""
+    if options.config is not None:
+        config, base = configs.get(options.config, *options.overrides), configs.named(options.config)
+        slug = re.sub(r"[^\w.+-]+", "_", f"{options.config}-{config.model.position}").strip("_")
+        return config, base, options.run_dir or Path("runs") / slug
+    if not options.resume:
+        raise ValueError(f"--config is missing; there are {', '.join(configs.names())}")
+    if options.run_dir is None:
+        raise ValueError("--resume needs --run-dir, or --config with the same keys as before")
+    path = options.run_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, so there is no run to resume; start one with --config")
+    base = configs.from_json(path.read_text(encoding="utf-8"))
+    return configs.override(base, *options.overrides), base, options.run_dir
+
+
+def dry_run(config: Config) -> int:
+    """Trace the model and print the banner; nothing is allocated, no text is tokenised."""
+    from bampath.data import tokenizer_of
+    from bampath.startup import banner, check_vocabulary
+    from bampath.step import build_model, declare
+
+    try:
+        tokenizer = tokenizer_of(config.data)
+        check_vocabulary(config, tokenizer)
+        declared = declare(build_model(config))
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    print(banner(config, declared, tokenizer))
+    moments = 1 if config.optim.name == "muon" else 2
+    print(f"state       {declared.count * 4 * (1 + moments) / 1e9:.3g} GB of parameters and moments, about")
+    return 0
+
+
+class Stop:
+    """Remembers the first interrupt instead of dying of it; `by` is its number, 0 before."""
+
+    def __init__(self) -> None:
+        self.by = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.by = number
+        print("finishing this step and saving; interrupt again to stop at once", file=sys.stderr)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def listing() -> str:
+    """Every configuration in a line, every key with its type, default and section's explanation."""
+    lines = ["configurations:"]
+    for name in configs.names():
+        model = configs.named(name).model
+        shape = f"{model.layers} layers of {model.dim}, {model.heads} heads ({model.kv_heads} of keys)"
+        lines.append(f"  {name:<11} {shape}, {model.position}, context {model.train_length}")
+    return "\n".join([*lines, "", configs.reference()])
+
+
+def refuse(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _wants_help(arguments: Sequence[str] | None) -> bool:
+    return bool({"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
