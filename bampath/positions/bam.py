@@ -34,7 +34,8 @@ def ggd_log_prior(
     either sign of theta_beta works and the gradient to theta_beta is b ln x. The gradient to mu is 0 at d = mu.
     """
     x = as_float(d, theta_alpha)
-    distance = jnp.abs(x if mu is None else x - mu)
+    offset = x if mu is None else x - mu
+    distance = offset * jax.lax.stop_gradient(jnp.sign(offset))  # |offset|, with derivative 0 (not ±1) at 0
     if scale_inside:
         log_cost = theta_beta * jnp.log(distance * jnp.exp(theta_alpha) + EPS)
     else:

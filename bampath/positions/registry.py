@@ -308,5 +308,8 @@ def _own_params(part: Part, given: dict[str, Any], alone: bool) -> dict[str, Arr
     own = given.get(part.NAME, given if alone and not set(given) & set(PARTS) else {})
     missing = sorted(needed - set(own))
     if missing:
-        raise ValueError(f"{part.NAME} needs the parameters {', '.join(sorted(needed))}; missing: {', '.join(missing)}")
+        form = "" if alone else "; with several priors params is {part name: its parameters}"
+        raise ValueError(
+            f"{part.NAME} needs the parameters {', '.join(sorted(needed))}; missing: {', '.join(missing)}{form}"
+        )
     return {name: jnp.atleast_1d(jnp.asarray(value)) for name, value in own.items()}
