@@ -1,0 +1,291 @@
+"""The bodies of the TPU attention kernels: one tile of scores, the forward pass, the backward pass.
+
+A tile is [C keys, R queries]: keys down the sublanes, queries along the lanes. Online softmax over the blocks of keys
+(Milakov & Gimelshein, arXiv 1805.02867); the backward pass recomputes probabilities from lse (FlashAttention-2,
+arXiv 2307.08691). q arrives multiplied by scale and sharpness. Grid steps of one core run in order, so sums over tiles
+collect in VMEM, always in the same order: two runs give the same bits.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels.attention.pallas_tpu_plan import LANES, Plan
+from kernels.attention.pallas_tpu_prior import Program
+
+Array = jax.Array
+Refs = dict[str, Any]
+
+
+def q_rows(plan: Plan, backward: bool) -> tuple[str, ...]:
+    """Names of the float32 rows that come with a block of queries."""
+    rows = ("gain",) if plan.gain else ()
+    rows += ("q_hi", "q_lo") if plan.gates else ()
+    return rows + (("lse", "excess", "dlse") if backward else ())
+
+
+def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Contract dimension contract[0] of a with contract[1] of b, float32 sums; float32 operands are not rounded."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def column(rows: Array) -> Array:
+    """[n ≤ 8, C] -> [C, n], by a transpose of whole (8, 128) tiles."""
+    rows = jnp.concatenate([rows, jnp.broadcast_to(rows[:1], (8 - rows.shape[0], rows.shape[1]))], axis=0)
+    return jnp.swapaxes(rows, 0, 1)
+
+
+def fold_lanes(x: Array) -> Array:
+    """[C, R] -> [C, 128]: sums of whole registers, no movement across lanes."""
+    return sum((x[:, n : n + LANES] for n in range(LANES, x.shape[1], LANES)), x[:, :LANES])
+
+
+def fold(x: Array) -> Array:
+    """[C, R] -> [8, 128], as above."""
+    x = fold_lanes(x)
+    return jnp.sum(x.reshape(x.shape[0] // 8, 8, LANES), axis=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Where a kernel stands: head and blocks, and what it reads there."""
+
+    plan: Plan
+    program: Program | None
+    refs: Refs
+    batch: Any
+    head: Any
+    i: Any  # block of queries
+    j: Any  # block of keys
+    backward: bool
+
+    def row(self, name: str) -> Array:
+        """[1, R] float32 of a query quantity."""
+        n = q_rows(self.plan, self.backward).index(name)
+        return self.refs["q_rows"][0, 0, n : n + 1, :]
+
+    def state(self, active: Any) -> tuple[Any, Any]:
+        """(some pair of the tile may be visible, every pair is), as scalars."""
+        plan = self.plan
+        some, every = active, active
+        q, k = self.extents()
+        if plan.causal:
+            some, every = some & (k[0] <= q[1]), every & (k[1] <= q[0])
+        if plan.window is not None:
+            some, every = some & (q[0] - k[1] < plan.window), every & (q[1] - k[0] < plan.window)
+            if not plan.causal:
+                some, every = some & (k[0] - q[1] < plan.window), every & (k[1] - q[0] < plan.window)
+        if plan.segments:  # a negative id lowers the least one, so padding counts against `every`
+            some &= (jnp.maximum(q[2], 0) <= k[3]) & (jnp.maximum(k[2], 0) <= q[3])
+            every &= (q[2] == q[3]) & (k[2] == k[3]) & (q[2] == k[2]) & (q[2] >= 0)
+        if plan.ragged:
+            every &= (self.j + 1) * plan.block_k <= plan.keys
+        return some, every
+
+    def extents(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Least and greatest position of the block of queries and of the block of keys, then of their segment ids."""
+        plan = self.plan
+        if plan.bounded:
+            i, j = jnp.minimum(self.i, plan.q_blocks - 1), jnp.minimum(self.j, plan.k_blocks - 1)
+            q0, k0 = (self.batch * plan.q_blocks + i) * 4, (self.batch * plan.k_blocks + j) * 4
+            bounds = self.refs["q_bounds"], self.refs["k_bounds"]
+            return tuple(bounds[0][q0 + n] for n in range(4)), tuple(bounds[1][k0 + n] for n in range(4))
+        q0, k0 = self.i * plan.block_q + plan.shift, self.j * plan.block_k
+        return (q0, q0 + plan.block_q - 1), (k0, k0 + plan.block_k - 1)
+
+    def integers(self) -> tuple[Array | None, Array | None]:
+        """[C, 8] of the keys and [n, R] of the queries: position and segment, those that are explicit."""
+        if not self.plan.bounded:
+            return None, None
+        return column(self.refs["k_integers"][0]), self.refs["q_integers"][0]
+
+    def distance(self, keys: Array | None, queries: Array | None) -> Array:
+        """Key position − query position, int32 [C, R]."""
+        plan = self.plan
+        if plan.positions:
+            assert keys is not None and queries is not None
+            return keys[:, :1] - queries[:1]
+        shape = (plan.block_k, plan.block_q)
+        local = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
+        return local + (self.j * plan.block_k - self.i * plan.block_q - plan.shift)
+
+    def visible(self, d: Array, keys: Array | None, queries: Array | None) -> Array:
+        plan = self.plan
+        conditions = [d <= 0] if plan.causal else []
+        if plan.window is not None:
+            conditions.append((-d if plan.causal else jnp.abs(d)) < plan.window)
+        if plan.segments:
+            assert keys is not None and queries is not None
+            n = int(plan.positions)
+            mine, theirs = queries[n : n + 1], keys[:, n : n + 1]
+            conditions.append((theirs == mine) & (theirs >= 0))
+        if plan.ragged:
+            index = lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0)
+            conditions.append(jnp.broadcast_to(index < plan.keys - self.j * plan.block_k, d.shape))
+        seen = conditions[0]
+        for condition in conditions[1:]:
+            seen &= condition
+        return seen
+
+    def bias(self, d: Array | None) -> tuple[Array | None, list[Array]]:
+        """Prior plus gates before any sharpness [C, R] (None: 0), and the derivatives of the prior."""
+        total, slopes = None, []
+        if self.program is not None:
+            assert d is not None
+            stride = max(1, len(self.program.passed))
+            total, *slopes = self.program.tile(lambda n: self.refs["scalars"][self.head * stride + n], d)
+        if self.plan.gates:
+            k = self.refs["k_rows"][0, 0]
+            # Sums relative to the first key of the block: a difference keeps its digits however long the row is.
+            mine = (self.row("q_hi") - k[0:1, 0:1]) + (self.row("q_lo") - k[1:2, 0:1])
+            theirs = (k[0:1] - k[0:1, 0:1]) + (k[1:2] - k[1:2, 0:1])
+            gate = mine - column(theirs)[:, :1]
+            total = gate if total is None else total + gate
+        return total, slopes
+
+    def scores(self, k: Array, q: Array, masked: bool) -> tuple[Array, Array | None, list[Array]]:
+        """Logits [C, R] (−inf where unseen), bias and derivatives of the prior."""
+        d, seen = None, None
+        if masked or self.program is not None:
+            keys, queries = self.integers()
+            d = self.distance(keys, queries)
+            if masked:
+                seen = self.visible(d, keys, queries)
+                d = jnp.where(seen, d, -1)
+        logits = matmul(k, q, (0, 0))
+        bias, slopes = self.bias(d)
+        if bias is not None:
+            logits = logits + (bias * self.row("gain") if self.plan.gain else bias)
+        return (logits if seen is None else jnp.where(seen, logits, -jnp.inf)), bias, slopes
+
+
+def run_tile(tile: Tile, active: Any, body: Any) -> None:
+    """Run body(masked) on a tile that is not wholly hidden, with a mask only where one is needed."""
+    some, every = tile.state(active)
+    if tile.plan.masked:
+        pl.when(jnp.logical_and(some, jnp.logical_not(every)))(lambda: body(True))
+    pl.when(every)(lambda: body(False))
+
+
+# ---- Forward: grid (batch, heads, blocks of queries, steps over keys) ----
+
+
+def forward(plan: Plan, program: Program | None, names: tuple[str, ...], *arguments: Any) -> None:
+    refs = dict(zip(names, arguments, strict=True))
+    batch, head, i, step = (pl.program_id(n) for n in range(4))
+    first, last = plan.keys_of(i)
+    tile = Tile(plan, program, refs, batch, head, i, first + step, backward=False)
+    top, total, acc = refs["top"], refs["total"], refs["acc"]
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        top[...] = jnp.full(top.shape, -jnp.inf, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+    def body(masked: bool) -> None:
+        v = refs["v"][0, 0]
+        logits, _, _ = tile.scores(refs["k"][0, 0], refs["q"][0, 0], masked)
+        old = top[...]
+        new = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
+        base = jnp.where(new == -jnp.inf, 0.0, new)
+        p = jnp.exp(logits - base)
+        shrink = jnp.exp(old - base)
+        top[...] = new
+        total[...] = shrink * total[...] + jnp.sum(p, axis=0, keepdims=True)
+        acc[...] = shrink * acc[...] + matmul(v, p.astype(v.dtype), (1, 0))
+
+    run_tile(tile, tile.j <= last, body)
+
+    @pl.when(step == plan.key_steps - 1)
+    def _finish() -> None:
+        some = total[...] > 0
+        safe = jnp.where(some, total[...], 1.0)
+        refs["o"][0, 0] = (acc[...] / safe).astype(refs["o"].dtype)
+        refs["lse_out"][0, 0] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
+
+
+# ---- Backward ----
+# by_keys:    grid (batch, key heads, blocks of keys, query heads of the group × steps over queries); dk, dv, gradients
+#             of the prior and of the keys' gates, and, where dq of a whole row fits in VMEM, dq and the sharpness too.
+# by_queries: grid (batch, heads, blocks of queries, steps over keys); dq and the sharpness.
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients a backward kernel computes."""
+
+    keys: bool
+    queries: bool
+
+
+def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[str, ...], *arguments: Any) -> None:
+    refs = dict(zip(names, arguments, strict=True))
+    batch, head, outer, inner = (pl.program_id(n) for n in range(4))
+    if wanted.keys:
+        member, step = lax.div(inner, jnp.int32(plan.query_steps)), lax.rem(inner, jnp.int32(plan.query_steps))
+        first, last = plan.queries_of(outer)
+        i, j, head = first + step, outer, head * plan.group + member
+        active = (i <= last) & (i < plan.q_blocks)
+        start, finish = step == 0, step == plan.query_steps - 1
+    else:
+        first, last = plan.keys_of(outer)
+        member, i, j = 0, outer, first + inner
+        active, start, finish = j <= last, inner == 0, None
+    tile = Tile(plan, program, refs, batch, head, i, j, backward=True)
+    _clear(refs, start, inner == 0, (outer == 0) & (inner == 0) if wanted.keys else inner == 0)
+    run_tile(tile, active, lambda masked: _gradients(tile, wanted, (member, i) if wanted.keys else (0, 0), masked))
+    if finish is not None and plan.gates:
+
+        @pl.when(finish)
+        def _finish() -> None:
+            sums = jnp.swapaxes(refs["gate_sums"][...], 0, 1)
+            refs["dk_gates"][0, 0] = -jnp.sum(sums, axis=0, keepdims=True)
+
+
+def _clear(refs: Refs, start: Any, first_of_keys: Any, first_of_queries: Any) -> None:
+    """Zero the sums that begin at this step."""
+    groups = {"dq": first_of_queries, "dgain": first_of_queries, "dk": first_of_keys, "dv": first_of_keys}
+    groups |= {"dprior": start, "gate_sums": start}
+    for condition in (start, first_of_keys, first_of_queries):
+        mine = [refs[name] for name, when in groups.items() if when is condition and name in refs]
+        if mine:
+            pl.when(condition)(functools.partial(_zero, mine))
+
+
+def _zero(sums: list[Any]) -> None:
+    for ref in sums:
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def _gradients(tile: Tile, wanted: Wanted, at: tuple[Any, Any], masked: bool) -> None:
+    """Add what one tile contributes; `at` is the place of its queries in the buffers of dq."""
+    refs, plan = tile.refs, tile.plan
+    q, k, v, do = (refs[name][0, 0] for name in ("q", "k", "v", "do"))
+    logits, bias, slopes = tile.scores(k, q, masked)
+    p = jnp.exp(logits - tile.row("lse"))
+    dp = matmul(v, do, (0, 0))
+    # A saturated pair (p = 1) has no gradient through its logits: dp − Σ do·o would leave a rounding error there, which
+    # the derivative of a huge log-prior would blow up.
+    ds = p * jnp.where(p < 1, dp - tile.row("excess"), tile.row("dlse"))
+    low = ds.astype(q.dtype)
+    if wanted.keys:
+        refs["dv"][0, 0] += matmul(do, p.astype(do.dtype), (1, 1))
+        refs["dk"][0, 0] += matmul(q, low, (1, 1))
+    if wanted.queries:
+        refs["dq"][0, at[0], at[1]] += matmul(jnp.where(k == k, k, 0), low, (1, 0))
+        if plan.gain:
+            refs["dgain"][0, at[0], at[1]] += jnp.sum(ds * bias, axis=0, keepdims=True)
+    if wanted.keys and (slopes or plan.gates):
+        dbias = ds * tile.row("gain") if plan.gain else ds
+        for n, slope in enumerate(slopes):
+            refs["dprior"][0, 0, 0, n] += fold(dbias * slope)
+        if plan.gates:
+            refs["gate_sums"][...] += fold_lanes(dbias)
