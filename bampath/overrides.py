@@ -112,13 +112,14 @@ def flat(config: Any, at: str = "") -> dict[str, Any]:
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist: the nearest names, then everything in the same section."""
     section, _, last = key.rpartition(".")
-    near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:  # a right name in a wrong section, or a wrong section
         tails = {name.rpartition(".")[2]: name for name in known}
-        near = [tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=2, cutoff=0.75)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
-    siblings = [name for name in known if "." in name and name.rpartition(".")[0] == section]
-    return f"unknown key {key!r}{hint} There are: {', '.join(siblings or known)}"
+        near = [tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=1, cutoff=0.75)]
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    siblings = [name for name in known if section and name.rpartition(".")[0] == section]
+    sections = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
+    return f"unknown key {key!r}{hint} There are: {', '.join(siblings or sections)}"
 
 
 def parse_value(kind: Any, text: str, key: str) -> Any:

@@ -52,7 +52,7 @@ class Progress:
         """One line (or the bar's state) after `step` steps."""
         text = summary(values)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+            self._bar.update(self._bar.task_ids[0], completed=step, text=text, refresh=True)
         else:
             left = f"  {duration((self._steps - step) * seconds_per_step)} left" if seconds_per_step else ""
             print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}", file=self._out, flush=True)
@@ -99,8 +99,11 @@ def duration(seconds: float) -> str:
 def _bar(steps: int, out: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = [MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()]
+    whole = Column(no_wrap=True, min_width=2 * len(str(steps)) + 1)  # a narrow terminal cuts the text, which is last
+    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = [MofNCompleteColumn(table_column=whole), BarColumn(bar_width=12), TimeRemainingColumn(), text]
     bar = Progress(*columns, console=Console(file=out))
     bar.add_task("train", total=steps, text="compiling")
     return bar

@@ -1,0 +1,134 @@
+"""Means add up before they are divided; a resumed log has no step twice; FLOPs and words of the progress display."""
+
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from bampath import config, progress
+from bampath.flops import Flops, body_parameters, peak_flops, train_flops_per_token
+from bampath.metrics import Mean, Writer, read
+from bampath.progress import Progress, Speed
+
+
+def test_means_are_weighted_by_their_counts():
+    merged = Mean(jnp.float32(6), jnp.float32(2)).merge(Mean(jnp.float32(4), jnp.float32(8))).merge(Mean.zero())
+    assert merged.value() == 1.0
+    assert math.isnan(Mean.zero().value())
+
+
+def records(path):
+    return [(r["kind"], r["step"], r.get("loss")) for r in read(path / "metrics.jsonl")]
+
+
+def test_a_resumed_log_is_cut_at_its_step(tmp_path):
+    with Writer(tmp_path) as writer:
+        for step in (1, 2, 3, 4):
+            writer.write("train", step, {"loss": jnp.float32(step / 3)})
+        writer.write("eval", 4, {"loss": math.nan})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 5, "lo')  # the process died here
+    assert records(tmp_path)[-1] == ("eval", 4, None)
+    with Writer(tmp_path, resumed_step=2) as writer:
+        writer.write("train", 3, {"loss": 1 / 3, "note": "again"})
+    assert records(tmp_path) == [
+        ("train", 1, float(jnp.float32(1 / 3))),
+        ("train", 2, float(jnp.float32(2 / 3))),
+        ("train", 3, 1 / 3),
+    ]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["note"] == "again"
+
+
+def test_a_run_that_starts_anew_starts_its_log_anew(tmp_path):
+    with Writer(tmp_path) as writer:
+        writer.write("train", 1, {"loss": 1.0})
+    with Writer(tmp_path):
+        pass
+    assert records(tmp_path) == []
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    with Writer(tmp_path, tensorboard=True) as writer:
+        writer.write("train", 3, {"loss": 0.5, "note": "text is left out"})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, seen = file.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        seen += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        data = data[16 + size :]
+    assert seen == [("train/loss", 3, 0.5)]
+
+
+def test_flops_count_what_is_multiplied():
+    shape = config.get("l12").model
+    body = body_parameters(shape)
+    assert body == pytest.approx(121.13e6, rel=1e-4)
+    assert body - 32_768 * 768 == pytest.approx(96.0e6, rel=1e-3)
+    flops = train_flops_per_token(shape, body, 512)
+    assert flops.causal == 6 * (body - 32_768 * 768) + 6 * 12 * 768 * 512
+    assert flops.full - flops.causal == 6 * 12 * 768 * 512
+    tied = config.get("l12", "model.tie_embeddings=true").model
+    assert train_flops_per_token(tied, body_parameters(tied), 512) == flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("cpu", None),
+    ],
+)
+def test_peak_by_device_kind(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+def test_speed_leaves_out_compilation_and_pauses(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    speed = Speed(1000, Flops(causal=1e6, full=2e6), peak=1e10)
+    assert speed.at(1) == {}
+    now[0] += 4
+    with speed.paused():
+        now[0] += 50
+    assert speed.at(5) == {"tokens_per_second": 1000.0, "mfu": pytest.approx(0.1), "mfu_full": pytest.approx(0.2)}
+    assert speed.seconds_per_step == 1.0
+    assert "mfu" not in Speed(1000, Flops(1, 2), None).at(1)
+
+
+VALUES = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 12345.6, "mfu": 0.41}
+
+
+def test_plain_lines_where_no_terminal_is():
+    out = io.StringIO()
+    with Progress(200, out) as shown:
+        shown.show(10, VALUES, 2.0)
+        shown.say("[evaluated]")
+    assert out.getvalue() == (
+        "step  10/200  loss 2.5000  grad 0.25  lr 1.00e-03  tok/s 12,346  MFU 41.0%  6:20 left\n[evaluated]\n"
+    )
+    assert progress.duration(3723) == "1:02:03"
+
+
+def test_a_bar_in_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    with Progress(200, out) as shown:
+        shown.show(10, VALUES, 2.0)
+        shown.say("[evaluated]")
+    assert "loss 2.5000" in out.getvalue()
+    assert " 10/200" in out.getvalue()
+    assert "[evaluated]" in out.getvalue()
