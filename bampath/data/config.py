@@ -18,7 +18,8 @@ class DataConfig:
         source to hold out instead of a split. documents, text_field, invalid_utf8: see `formats.ReadOptions`.
         split, validation_fraction: see `sources.split_rule`. max_documents: only the first so many; 0 means all.
     tokenizer: "bytes", the path of a tokenizer.json or of a SentencePiece model; *_token: names of special tokens of a
-        tokenizer.json that has unusual ones; add_bos, add_eos: whether each document starts and ends with one.
+        tokenizer.json that has unusual ones; single_digits: let it make each digit one token; add_bos, add_eos: whether
+        each document starts and ends with one.
     sequence_length: targets per row; batch_size: rows per step over ALL processes; seed: of the order and of retrieval.
     packing: "split" (documents end to end, cut at row ends) or "whole" (no document is cut that fits a row).
     document_mask: whether documents of a row are separate (segment ids, positions that restart). shuffle: rows in a
@@ -40,6 +41,7 @@ class DataConfig:
     bos_token: str = ""
     eos_token: str = ""
     pad_token: str = ""
+    single_digits: bool = False
     add_bos: bool = True
     add_eos: bool = True
     sequence_length: int = 512

@@ -81,7 +81,7 @@ def corpus_of(documents: Sequence[Sequence[int]], name: str = "memory") -> Token
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """The tokenizer that a configuration names. Errors as in `load_tokenizer`."""
     names = (config.bos_token or None, config.eos_token or None, config.pad_token or None)
-    return load_tokenizer(config.tokenizer, *names)
+    return load_tokenizer(config.tokenizer, *names, single_digits=config.single_digits)
 
 
 def load_corpus(config: DataConfig, part: Part = "train", tokenizer: Tokenizer | None = None) -> TokenCorpus:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 InvalidUtf8 = Literal["error", "replace", "keep"]
 _POLICIES = {"error": "strict", "replace": "replace", "keep": "surrogateescape"}
-_BLANK_LINES = re.compile(r"\r?\n[ \t]*(?:\r?\n[ \t]*)+")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _LONE_SURROGATE_NOT_KEPT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _PARQUET_ROWS = 1024
@@ -63,13 +62,27 @@ def decode(data: bytes, policy: InvalidUtf8, where: str) -> str:
 
 
 def read_txt(path: Path, options: ReadOptions) -> Iterator[Document]:
-    """The file as one document, or its blocks between blank lines."""
-    text = decode(path.read_bytes(), options.invalid_utf8, str(path))
+    """The file as one document, or, streamed, its blocks between blank lines."""
     if options.documents == "file":
-        yield Document(text, path.stem)
+        yield Document(decode(path.read_bytes(), options.invalid_utf8, str(path)), path.stem)
         return
-    for number, block in enumerate(_BLANK_LINES.split(text)):
-        yield Document(block.strip("\r\n"), f"{path.stem}#{number}")
+    for start, block in _blocks(path):
+        text = decode(block, options.invalid_utf8, f"{path}, block that starts in line {start}")
+        yield Document(text.rstrip("\r\n"), f"{path.stem}:{start}")
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, bytes) of each run of lines that are not blank."""
+    lines: list[bytes] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                yield number - len(lines), b"".join(lines)
+                lines = []
+    if lines:
+        yield number - len(lines) + 1, b"".join(lines)
 
 
 def read_jsonl(path: Path, options: ReadOptions) -> Iterator[Document]:

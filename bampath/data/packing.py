@@ -56,9 +56,11 @@ def plan_rows(offsets: np.ndarray, length: int, packing: Packing) -> RowPlan:
         return RowPlan(total, length)
     borders = _cut(offsets, length)
     following = np.searchsorted(borders, borders + length, side="right") - 1
-    starts = [0]
-    while starts[-1] < len(borders) - 1:
-        starts.append(int(following[starts[-1]]))
+    jump = following.data  # an element of a memoryview is a plain int: several times faster than numpy's
+    starts, at = [0], 0
+    while at < len(borders) - 1:
+        at = jump[at]
+        starts.append(at)
     return RowPlan(total, length, borders[np.asarray(starts)])
 
 

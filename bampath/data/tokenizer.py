@@ -74,11 +74,17 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`, through the `tokenizers` package.
 
     Special tokens written out in a text are encoded as the text that they are; the file's own truncation and padding
-    are switched off. BOS, EOS and padding are found by their usual names, or given by name.
+    are switched off. BOS, EOS and padding are found by their usual names, or given by name. single_digits makes every
+    decimal digit a token of its own, as many newer tokenizers do by themselves (GPT-2's does not).
     """
 
     def __init__(
-        self, path: str | Path, bos: str | None = None, eos: str | None = None, pad: str | None = None
+        self,
+        path: str | Path,
+        bos: str | None = None,
+        eos: str | None = None,
+        pad: str | None = None,
+        single_digits: bool = False,
     ) -> None:
         import tokenizers
 
@@ -90,12 +96,14 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        if single_digits:
+            self._split_digits(path)
         self.name = f"huggingface:{Path(path).name}"
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id = self._special(path, "bos_token", bos, BOS_NAMES)
         self.eos_id = self._special(path, "eos_token", eos, EOS_NAMES)
         self.pad_id = _first(self._special(path, "pad_token", pad, PAD_NAMES), self.eos_id, 0)
-        self.fingerprint = _fingerprint("huggingface", data, self.bos_id, self.eos_id)
+        self.fingerprint = _fingerprint("huggingface", data, self.bos_id, self.eos_id, single_digits)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(_no_surrogates(text), add_special_tokens=False).ids
@@ -106,6 +114,17 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _split_digits(self, path: str | Path) -> None:
+        from tokenizers.pre_tokenizers import Digits, Sequence
+
+        before = self._tokenizer.pre_tokenizer
+        digits = Digits(individual_digits=True)
+        self._tokenizer.pre_tokenizer = digits if before is None else Sequence([digits, before])
+        probe = "at 10:59, 2468 of 37"
+        tokens = self.encode(probe)
+        if self.decode(tokens) != probe or sum(self.decode([t]).strip().isdecimal() for t in tokens) != 10:
+            raise ValueError(f"single_digits=true does not work with {path}: {probe!r} becomes {self.decode(tokens)!r}")
 
     def _special(self, path: str | Path, option: str, name: str | None, usual: Sequence[str]) -> int | None:
         if name is None:
@@ -152,18 +171,23 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(
-    spec: str, bos_token: str | None = None, eos_token: str | None = None, pad_token: str | None = None
+    spec: str,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    pad_token: str | None = None,
+    single_digits: bool = False,
 ) -> Tokenizer:
     """The tokenizer of a spec: "bytes", "….json" (or a folder that holds tokenizer.json), or "….model".
 
-    The three names are for `.json` files whose special tokens have unusual names. FileNotFoundError for a missing file,
+    The three names are for `.json` files whose special tokens have unusual names; single_digits, for the same files,
+    makes each digit one token (bytes do so anyway). FileNotFoundError for a missing file,
     ValueError for another kind of file, a broken file, or a name that the vocabulary does not have.
     """
     path = Path(spec).expanduser()
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.suffix == ".json":
-        return HuggingFaceTokenizer(path, bos_token, eos_token, pad_token)
+        return HuggingFaceTokenizer(path, bos_token, eos_token, pad_token, single_digits)
     if bos_token or eos_token or pad_token:
         raise ValueError(
             f"bos_token, eos_token and pad_token are for tokenizer.json files; tokenizer={spec!r} has its own"
@@ -171,6 +195,8 @@ def load_tokenizer(
     if spec == "bytes":
         return ByteTokenizer()
     if path.suffix == ".model":
+        if single_digits:
+            raise ValueError(f"single_digits=true is for tokenizer.json files; the model {spec} has a rule of its own")
         return SentencePieceTokenizer(path)
     raise ValueError(
         f"tokenizer={spec!r} is unknown: use 'bytes', the path of a tokenizer.json, or of a SentencePiece .model file"

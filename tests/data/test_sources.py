@@ -44,7 +44,12 @@ def test_txt_is_one_document_per_file_or_per_block(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\nstill one\n\n\ntwo\r\n \r\nthree\n")
     assert texts(path) == ["one\nstill one\n\n\ntwo\r\n \r\nthree\n"]
-    assert texts(path, documents="blocks") == ["one\nstill one", "two", "three"]
+    blocks = list(open_source(str(path), ReadOptions(documents="blocks")).read())
+    assert blocks == [Document("one\nstill one", "a:1"), Document("two", "a:5"), Document("three", "a:7")]
+    path.write_bytes(b"\n\n\none\n\n  \n\xff")
+    assert texts(path, documents="blocks", invalid_utf8="replace") == ["one", "\ufffd"]
+    with pytest.raises(ValueError, match=r"a\.txt, block that starts in line 7: byte 0 \(0xff\) is not UTF-8"):
+        texts(path, documents="blocks")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,25 @@ def test_special_token_names(json_path: Path):
         load_tokenizer("bytes", bos_token="<s>")
 
 
+def test_single_digits(json_path: Path, model_path: Path):
+    plain, split = load_tokenizer(str(json_path)), load_tokenizer(str(json_path), single_digits=True)
+    assert len(plain.encode("12345")) < 5
+    assert [split.decode([i]) for i in split.encode(" 12345.")] == [" ", *"12345", "."]
+    assert all(split.decode(split.encode(text)) == text for text in SAMPLE)
+    assert split.fingerprint != plain.fingerprint
+    assert load_tokenizer("bytes", single_digits=True).encode("12") == [49, 50]
+    with pytest.raises(ValueError, match=r"single_digits=true is for tokenizer\.json files"):
+        load_tokenizer(str(model_path), single_digits=True)
+
+
+def test_single_digits_that_do_not_work_are_refused(json_path: Path, tmp_path: Path):
+    prefixed = json.loads(json_path.read_text("utf-8"))
+    prefixed["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "prefixed.json").write_text(json.dumps(prefixed), "utf-8")
+    with pytest.raises(ValueError, match=r"single_digits=true does not work with .*prefixed\.json"):
+        load_tokenizer(str(tmp_path / "prefixed.json"), single_digits=True)
+
+
 def test_sentencepiece_ids_come_from_the_model(model_path: Path):
     tokenizer = load_tokenizer(str(model_path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
