@@ -1,8 +1,10 @@
 """Settings for the whole suite: 8 forced CPU devices, exact matmuls, no silent broadcasting."""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["BAMPATH_CACHE"] = os.path.join(tempfile.gettempdir(), f"bampath-tests-{os.getuid()}")  # never the user's
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax

@@ -1,0 +1,97 @@
+"""Sampling and generation: filters against hand-computed cases, batches against solo runs, errors by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bampath.generate import Sampling, filter_logits, generate, pad_prompts, pick, prefill
+from bampath.model import init_cache
+from tests.model.test_scheme_matrix import build, random_tokens
+
+PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("spec", ["rope", "path+bam+ssmax"])
+def test_a_batch_gives_each_row_its_solo_continuation(spec: str, side: str) -> None:
+    model, params = build(spec)
+    together = generate(model, params, PROMPTS, 6, pad_side=side, chunk=3)
+    assert together == [generate(model, params, [prompt], 6)[0] for prompt in PROMPTS]
+
+
+def test_greedy_takes_the_likeliest_token_of_the_full_forward() -> None:
+    model, params = build("bam+ssmax")
+    tokens = list(PROMPTS[2])
+    for new in generate(model, params, [tokens], 5)[0]:
+        logits = model.apply({"params": params}, jnp.asarray([tokens]))
+        assert new == int(logits[0, -1].argmax())
+        tokens.append(new)
+
+
+def test_generation_ends_at_the_stop_token_and_reports_each_step() -> None:
+    model, params = build("nope")
+    free = generate(model, params, PROMPTS, 8)
+    stop = free[0][2]
+    steps: list[np.ndarray] = []
+    stopped = generate(model, params, PROMPTS, 8, stop_id=stop, on_tokens=steps.append)
+    cut = [row[: row.index(stop)] if stop in row else row for row in free]
+    assert stopped == cut
+    for row, ids in enumerate(cut):
+        assert [int(s[row]) for s in steps if s[row] >= 0] == ids
+
+
+def test_sampling_is_reproducible_and_differs_by_seed() -> None:
+    model, params = build("rope")
+    run = lambda seed: generate(model, params, PROMPTS, 12, sampling=Sampling(temperature=2.0), seed=seed)
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_filters_keep_what_they_promise() -> None:
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
+    kept = lambda **options: np.isfinite(filter_logits(logits, Sampling(temperature=1.0, **options)))[0].tolist()
+    assert kept(top_k=2) == [True, True, False, False]
+    assert kept(top_p=0.5) == [True, False, False, False]
+    assert kept(top_p=0.51) == [True, True, False, False]
+    assert kept(top_p=0.81) == [True, True, True, False]
+    assert kept(top_k=3, top_p=0.999) == [True, True, True, False]
+    np.testing.assert_allclose(filter_logits(logits, Sampling(temperature=0.5)), 2 * logits, rtol=1e-6)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.6, 0.3, 0.1])), (4000, 3))
+    drawn = np.bincount(np.asarray(pick(logits, jax.random.key(0), Sampling(temperature=1.0))), minlength=3) / 4000
+    np.testing.assert_allclose(drawn, [0.6, 0.3, 0.1], atol=0.03)
+
+
+def test_prefill_gives_the_state_of_each_last_token() -> None:
+    model, params = build("alibi")
+    tokens, mask = pad_prompts(PROMPTS, "right")
+    hidden, cache = prefill(model, params, tokens, mask, init_cache(model.config, 3, 8), chunk=3)
+    for row, prompt in enumerate(PROMPTS):
+        want = model.apply({"params": params}, jnp.asarray([prompt]), method="features")[0, -1]
+        np.testing.assert_allclose(hidden[row], want, atol=1e-5)
+    assert cache.next_position.tolist() == [3, 1, 8]
+
+
+def test_mistakes_are_named() -> None:
+    model, params = build("nope")
+    with pytest.raises(ValueError, match="temperature=-1"):
+        Sampling(temperature=-1)
+    with pytest.raises(ValueError, match=r"top_p=0\.0 must be in \(0, 1\]"):
+        Sampling(top_p=0.0)
+    with pytest.raises(ValueError, match="top_k=-3"):
+        Sampling(top_k=-3)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        generate(model, params, PROMPTS, 0)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, params, [[1], []], 2)
+    with pytest.raises(ValueError, match="pad_side='middle'"):
+        generate(model, params, PROMPTS, 2, pad_side="middle")
+    with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
+        model.apply({"params": params}, random_tokens(3))
+    with pytest.raises(ValueError, match="segment_ids has shape"):
+        model.apply({"params": params}, random_tokens(1, 4), jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(ValueError, match="capacity=0"):
+        init_cache(model.config, 1, 0)
