@@ -1,0 +1,125 @@
+"""Backend "mosaic_gpu": fused attention for Hopper GPUs with Pallas Mosaic GPU, output and every gradient.
+
+docs/kernels.md explains the algorithm; the kernels are in mosaic_gpu_forward.py, mosaic_gpu_backward.py (queries) and
+mosaic_gpu_backward_keys.py, their calculus around them in mosaic_gpu_fused.py.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.attention import masks
+from kernels.attention.call import Call
+
+Array = jax.Array
+LARGEST_HEAD = 128
+KEYS_AT_ONCE = 256
+
+
+def supports(call: Call) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax >= 0.11.2, this is {jax.__version__}"
+    if jax.default_backend() != "gpu":
+        return f"needs an NVIDIA Hopper GPU, the default backend is {jax.default_backend()}"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if not str(capability).startswith("9."):
+        return f"needs an NVIDIA Hopper GPU (compute capability 9.x), this one has {capability}"
+    return refusal(call)
+
+
+def refusal(call: Call) -> str | None:
+    """What `supports` says on a Hopper GPU."""
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v must be bfloat16 or float16, got {call.q.dtype}"
+    head = max(call.q.shape[-1], call.v.shape[-1])
+    if head > LARGEST_HEAD:
+        return f"head_dim {head} is more than {LARGEST_HEAD}"
+    if call.q_positions is not None:
+        return "explicit positions are not served, only the default order (with segment_ids for packed rows)"
+    return None
+
+
+@functools.cache
+def _tile_table() -> dict[str, dict[str, str]]:
+    return json.loads((Path(__file__).parent / "mosaic_gpu_tiles.json").read_text())
+
+
+def _padded_to(x: Array, axis: int, multiple: int) -> Array:
+    extra = -x.shape[axis] % multiple
+    widths = [(0, extra if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths) if extra else x
+
+
+def _seen_keys(call: Call) -> Array | None:
+    """[B or 1, S]: is there a query that sees the key; None if every key is known to be seen."""
+    if call.every_key_is_seen():
+        return None
+    q_pos, k_pos = call.positions()
+    if call.q_segments is None or call.kv_segments is None:
+        assert call.window is not None
+        return k_pos + call.window > q_pos[:, :1]
+    q_seg, k_seg = call.q_segments, call.kv_segments
+    if q_seg.shape != k_seg.shape:
+        return _searched(call, q_seg, k_seg)
+    # Rows packed alike see at least their own key; only then is a padding id the one reason to be unseen.
+    return lax.cond((q_seg == k_seg).all(), lambda q, k: k >= 0, lambda q, k: _searched(call, q, k), q_seg, k_seg)
+
+
+def _searched(call: Call, q_segments: Array, kv_segments: Array) -> Array:
+    """The same from the definition, a block of keys at a time."""
+    q_pos, k_pos = call.positions()
+    keys = _padded_to(jnp.broadcast_to(k_pos, kv_segments.shape), 1, KEYS_AT_ONCE)
+    segments = jnp.pad(kv_segments, ((0, 0), (0, keys.shape[1] - kv_segments.shape[1])), constant_values=-1)
+
+    def block(part: tuple[Array, Array]) -> Array:
+        k, s = (x[:, None, :] for x in part)
+        rule = functools.partial(masks.visible, causal=call.causal, window=call.window)
+        return rule(q_pos[:, :, None], k, q_segments[:, :, None], s).any(axis=1)
+
+    split = lambda x: x.reshape(x.shape[0], -1, KEYS_AT_ONCE).swapaxes(0, 1)
+    seen = lax.map(block, (split(keys), split(segments)))
+    return seen.swapaxes(0, 1).reshape(keys.shape)[:, : kv_segments.shape[1]]
+
+
+def _prepared(x: Array, head_dim: int, seen: Array | None = None) -> Array:
+    """[B, length, heads, D] with D padded to `head_dim`, length to a multiple of 8, and zero where nobody looks."""
+    if seen is not None:
+        x = jnp.where(seen[:, :, None, None], x, jnp.zeros((), x.dtype))
+    return _padded_to(_padded_to(x, 3, head_dim), 1, 8)
+
+
+def attend(call: Call, tiles: Any = None) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], lse [B, T, H]). tiles: (forward, queries, keys) instead of the table's, for measurements."""
+    from kernels.attention.mosaic_gpu_fused import Options, fused
+    from kernels.attention.mosaic_gpu_spec import Tiles
+
+    wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
+    row = _tile_table()[str(wide)]
+    options = Options(
+        log_prior=None if call.prior is None else call.prior.log_prior,
+        scale=call.scale,
+        causal=call.causal,
+        window=call.window,
+        sharpen_prior=call.sharpen_prior,
+        lengths=(call.q.shape[1], call.k.shape[1]),
+        tiles=tiles or tuple(Tiles.parse(row[n]) for n in ("forward", "queries", "keys")),
+    )
+    seen = _seen_keys(call)
+    leaves = {
+        "q": _prepared(call.q, wide),
+        "k": _prepared(call.k, wide, seen),
+        "v": _prepared(call.v, wide, seen),
+        "params": None if call.prior is None else call.prior.params,
+        "sharpness": call.sharpness,
+        "gates": call.gates,
+        "q_segments": call.q_segments,
+        "kv_segments": call.kv_segments,
+    }
+    o, lse = fused(options, leaves)
+    return o[:, : call.q.shape[1], :, : call.v.shape[-1]], lse

@@ -1,0 +1,243 @@
+"""Mosaic GPU attention backward over blocks of queries: dq, and the sums behind the prior's and sharpness' gradients.
+
+The scores are recomputed from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691). Keys get their gradients from a
+second kernel (mosaic_gpu_backward_keys.py), so every sum has one owner and a fixed order: two runs agree bit for bit.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.attention.mosaic_gpu_spec import (
+    COLUMN,
+    LOG2E,
+    ROW,
+    Spec,
+    Tiles,
+    copies_of_table,
+    copy_table,
+    copy_vector,
+    matrix,
+    offset_tile,
+    spread,
+    table,
+    vector,
+    visible,
+    zeros,
+)
+from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_dot
+
+Array = jax.Array
+ROW_INPUTS = ("lse", "delta", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
+COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
+
+
+def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Gradients that are sums over keys, from blocks of queries.
+
+    arrays: those of `forward` (factor and gain signed), do, `lse` (base 2; +inf where nothing is seen) and `delta` =
+    Σ do·o − dlse [B, H, padded T]; `slopes` [n, copies, H, L], the derivatives of the log-prior.
+    Returns dq [B, T, H, D]; `slopes` [B, H, n, padded T]: Σ_j dlogits · slope; with sharpness `sharpness` [B, H, padded T]:
+    Σ_j dlogits · (what the sharpness multiplies) / scale.
+    """
+    names = list(arrays)
+    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    dtype, shape, n_slopes = spec.dtype, (64, tiles.step), spec.slopes
+    row_names = [n for n in ROW_INPUTS if n in arrays]
+    column_names = [n for n in COLUMN_INPUTS if n in arrays]
+    sharp_offsets = spec.sharpness and spec.sharpen_prior and spec.offsets
+    reload = tiles.reload and sharp_offsets and not spec.gates
+
+    line = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_queries), jnp.float32)
+    outputs: dict[str, Any] = {"dq": jax.ShapeDtypeStruct(arrays["q"].shape, dtype)}
+    buffers: dict[str, Any] = {
+        "q": matrix(spec, groups, 64, d),
+        "do": matrix(spec, groups, 64, d),
+        "k": matrix(spec, stages, step, d),
+        "v": matrix(spec, stages, step, d),
+        **{n: vector(n, groups, 64) for n in row_names},
+        **{n: vector(n, stages, step) for n in column_names},
+        **{f"slope{n}": table(tiles) for n in range(n_slopes)},
+    }
+    if spec.prior:
+        buffers["table"] = table(tiles)
+    if n_slopes:
+        outputs["slopes"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, n_slopes, spec.padded_queries), jnp.float32)
+        buffers["slope_sums"] = vector("slope_sums", groups, n_slopes, 64)
+    if spec.sharpness:
+        outputs["sharpness"] = line
+        buffers["sharpness_sums"] = vector("sharpness_sums", groups, 64)
+    out_names = list(outputs)
+    copies = 1 + len(column_names) + copies_of_table(tiles) * (spec.prior + n_slopes)
+    barriers = {
+        "q": plgpu.Barrier(num_arrivals=2 + len(row_names), num_barriers=groups),
+        "k": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "v": plgpu.Barrier(num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    }
+
+    def body(*refs: Any) -> None:
+        inputs = dict(zip(names, refs[: len(names)], strict=True))
+        outs = dict(zip(out_names, refs[len(names) : len(names) + len(out_names)], strict=True))
+        buf, bar = refs[len(names) + len(out_names) :]
+        batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
+        first = (-(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")) * tiles.rows
+        start, full_start, full_stop, stop = spec.key_range(first, tiles)
+
+        def slot_of(tile: Array) -> Array:
+            return lax.rem(tile - start, jnp.int32(stages))
+
+        @pl.when(wg < groups)
+        def _compute() -> None:
+            plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
+            base = first + wg * 64
+            here = pl.ds(base, 64)
+            for n in ("q", "do"):
+                plgpu.copy_gmem_to_smem(inputs[n].at[batch, here, head], buf[n].at[wg], bar["q"].at[wg])
+            for n in row_names:
+                copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
+            plgpu.barrier_wait(bar["q"].at[wg])
+            row = {n: plgpu.load(buf[n].at[wg], layout=ROW) for n in row_names}
+            factor = row.get("factor")
+            if factor is None:
+                factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
+            gain = (row["gain"], 0) if "gain" in row else None
+            row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
+            q_operand, do_operand = buf["q"].at[wg], buf["do"].at[wg]
+            if tiles.registers:
+                q_operand = plgpu.load(q_operand, layout=plgpu.Layout.WGMMA)
+                do_operand = plgpu.load(do_operand, layout=plgpu.Layout.WGMMA)
+            entry = step + wg * 64
+
+            def column(name: str, slot: Array) -> Array:
+                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+
+            def offsets(slot: Array) -> Array:
+                column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
+                table_ref = buf["table"].at[slot] if spec.prior else None
+                return offset_tile(spec, tiles, table_ref, entry, row_gates, column_gates, gain, -1)
+
+            def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
+                dq, dots, begin = carry
+                slot, next_slot, has_next = slot_of(tile), slot_of(tile + 1), tile + 1 < stop
+
+                def scores(s_ref: Any, dp_ref: Any) -> tuple[Array, Array]:
+                    plgpu.wgmma(s_ref, q_operand, buf["k"].at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(bar["v"].at[slot])
+                    plgpu.wgmma(dp_ref, do_operand, buf["v"].at[slot].transpose((1, 0)))
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    return s, jnp.exp2(s * spread(factor, shape) - spread(row["lse"], shape))
+
+                def alone(s_ref: Any, dp_ref: Any) -> tuple[Array, Array, Array]:
+                    s, p = scores(s_ref, dp_ref)
+                    return s, p, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+
+                def started(refs: Any) -> None:
+                    s_ref, p_ref, out_ref = refs
+
+                    def inner(dp_ref: Any) -> None:
+                        _, p_ref[...] = scores(s_ref, dp_ref)
+                        out_ref[...] = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+
+                    pl.run_scoped(inner, plgpu.ACC(shape, jnp.float32))
+
+                if spec.offsets:
+                    s, p, dp = pl.run_state(started)((plgpu.ACC.init(begin[0]), zeros(*shape), zeros(*shape)))
+                else:
+                    s, p, dp = pl.run_scoped(alone, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                plgpu.barrier_arrive(bar["v_free"].at[slot])
+                ds = p * (dp - spread(row["delta"], shape))
+                if masked:
+                    segments = (row["q_segments"], column("kv_segments", slot)) if spec.segments else None
+                    ds = jnp.where(visible(spec, base, tile * step, shape, segments), ds, jnp.float32(0))
+                wanted = [buf[f"slope{n}"] for n in range(n_slopes)] + ([buf["table"]] if reload else [])
+                sums = [toeplitz_dot(ds, ref.at[slot], entry, -1, tiles.slice, tiles.pairs) for ref in wanted]
+                if sharp_offsets and not reload:
+                    sums.append(partial_dot(ds, s))
+                dots = tuple(a + b for a, b in zip(dots, sums, strict=True))
+                ds16 = ds.astype(dtype)
+
+                def product(ref: Any, next_ref: Any = None) -> None:
+                    plgpu.wgmma(ref, ds16, buf["k"].at[slot])
+                    pl.when(has_next)(lambda: plgpu.barrier_wait(bar["k"].at[next_slot]))
+                    if next_ref is not None:
+                        next_ref[...] = offsets(next_slot)
+
+                if spec.offsets:
+                    dq, *begin = pl.run_state(lambda refs: product(*refs))((plgpu.ACC.init(dq), begin[0]))
+                else:
+                    dq = pl.run_state(product)(plgpu.ACC.init(dq))
+                plgpu.barrier_arrive(bar["k_free"].at[slot])
+                return dq, dots, tuple(begin)
+
+            pl.when(start < stop)(lambda: plgpu.barrier_wait(bar["k"].at[0]))
+            begin = (offsets(jnp.int32(0)),) if spec.offsets else ()
+            carry: Any = (zeros(64, d), tuple(zeros(64, 8) for _ in range(n_slopes + sharp_offsets)), begin)
+            if spec.window is not None:
+                carry = lax.fori_loop(start, full_start, lambda i, c: tile_step(i, c, True), carry)
+            if not spec.segments:
+                carry = lax.fori_loop(full_start, full_stop, lambda i, c: tile_step(i, c, False), carry)
+            if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
+                carry = lax.fori_loop(full_stop, stop, lambda i, c: tile_step(i, c, True), carry)
+            dq, dots, _ = carry
+            for n in range(n_slopes):
+                buf["slope_sums"].at[wg, n][...] = dots[n].sum(axis=1)
+            if spec.sharpness:
+                total = dots[-1].sum(axis=1) if sharp_offsets else None
+                if not sharp_offsets or reload:
+                    q = plgpu.load(buf["q"].at[wg], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    content = (q * dq).sum(axis=1)
+                    total = content if total is None else total + content
+                buf["sharpness_sums"].at[wg][...] = total
+                dq = dq * spread(factor * (1 / LOG2E), (64, d))
+            else:
+                dq = dq * spec.scale
+            buf["q"].at[wg][...] = dq.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buf["q"].at[wg], outs["dq"].at[batch, here, head])
+            for n in range(n_slopes):
+                plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, n], outs["slopes"].at[batch, head, n, here])
+            if spec.sharpness:
+                plgpu.copy_smem_to_gmem(buf["sharpness_sums"].at[wg], outs["sharpness"].at[batch, head, here])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == groups)
+        def _memory() -> None:
+            plgpu.set_max_registers(40 if groups == 2 else 24, action="decrease")
+            kv_head = lax.div(head, jnp.int32(spec.group))
+
+            @pl.loop(start, stop)
+            def _load(tile: Array) -> None:
+                slot = slot_of(tile)
+                reuse = tile - start >= stages
+                where = pl.ds(tile * step, step)
+                k_bar = bar["k"].at[slot]
+                pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, where, kv_head], buf["k"].at[slot], k_bar)
+                at = first + (spec.shift + spec.origin - step) - tile * step
+                if spec.prior:
+                    copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], k_bar, tiles)
+                for n in range(n_slopes):
+                    copy_table(inputs["slopes"].at[n, :, head], at, buf[f"slope{n}"].at[slot], k_bar, tiles)
+                for n in column_names:
+                    copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], k_bar)
+                pl.when(reuse)(lambda: plgpu.barrier_wait(bar["v_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(inputs["v"].at[batch, where, kv_head], buf["v"].at[slot], bar["v"].at[slot])
+
+    body.__name__ = "attention_dq_" + spec.name(tiles)
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=(buffers, barriers),
+        grid=(spec.heads, -(-spec.queries // tiles.rows), spec.batch),
+        grid_names=("heads", "blocks", "batch"),
+        num_threads=groups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*arrays.values())
+    return dict(zip(out_names, results, strict=True))

@@ -1,0 +1,236 @@
+"""Mosaic GPU attention backward over blocks of keys: dk, dv and the gradient of the gates. Scores are held transposed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.attention.mosaic_gpu_spec import (
+    COLUMN,
+    LOG2E,
+    ROW,
+    Spec,
+    Tiles,
+    copies_of_table,
+    copy_table,
+    copy_vector,
+    matrix,
+    offset_tile,
+    spread,
+    table,
+    vector,
+    visible,
+    zeros,
+)
+
+Array = jax.Array
+ROW_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
+COLUMN_INPUTS = ("lse", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
+
+
+def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Gradients that are sums over queries, from blocks of keys.
+
+    arrays as in `query_gradients` without slopes; with sharpness, `delta` times `factor`.
+    Returns dk, dv [B, S, Hkv, D], summed over the query heads that share a key head, and with gates `gates`
+    [B, H, padded S]: Σ_i dlogits, times log2 e · scale · sharpness if there is a sharpness.
+    """
+    names = list(arrays)
+    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    dtype, shape = spec.dtype, (64, tiles.step)
+    row_names = [n for n in ROW_INPUTS if n in arrays and n == "kv_segments"]
+    gate_names = [n for n in ROW_INPUTS if n in arrays and n != "kv_segments"]
+    column_names = [n for n in COLUMN_INPUTS if n in arrays]
+
+    outputs: dict[str, Any] = {n: jax.ShapeDtypeStruct(arrays["k"].shape, dtype) for n in ("dk", "dv")}
+    buffers: dict[str, Any] = {
+        "k": matrix(spec, groups, 64, d),
+        "v": matrix(spec, groups, 64, d),
+        "q": matrix(spec, stages, step, d),
+        "do": matrix(spec, stages, step, d),
+        "delta": vector("delta", stages, step),
+        **{n: vector(n, groups, 64) for n in (*row_names, *gate_names)},
+        **{n: vector(n, stages, step) for n in column_names},
+    }
+    if spec.prior:
+        buffers["table"] = table(tiles)
+    if spec.gates:
+        outputs["gates"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_keys), jnp.float32)
+        buffers["gate_sums"] = vector("gate_sums", groups, 64)
+    out_names = list(outputs)
+    copies = 1 + len(column_names) + copies_of_table(tiles) * spec.prior
+    barriers = {
+        "k": plgpu.Barrier(num_arrivals=2 + len(row_names), num_barriers=groups),
+        "gate": plgpu.Barrier(num_arrivals=max(1, len(gate_names)), num_barriers=groups),
+        "q": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "do": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "q_free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    }
+
+    def body(*refs: Any) -> None:
+        inputs = dict(zip(names, refs[: len(names)], strict=True))
+        outs = dict(zip(out_names, refs[len(names) : len(names) + len(out_names)], strict=True))
+        buf, bar = refs[len(names) + len(out_names) :]
+        batch, kv_head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
+        first = lax.axis_index("blocks") * tiles.rows
+        start, full_start, full_stop, stop = spec.query_range(first, tiles)
+        width = stop - start
+        total = width * spec.group
+
+        def slot_of(count: Array) -> Array:
+            return lax.rem(count, jnp.int32(stages))
+
+        @pl.when(wg < groups)
+        def _compute() -> None:
+            plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
+            base = first + wg * 64
+            here = pl.ds(base, 64)
+            for n in ("k", "v"):
+                plgpu.copy_gmem_to_smem(inputs[n].at[batch, here, kv_head], buf[n].at[wg], bar["k"].at[wg])
+            for n in row_names:
+                copy_vector(inputs[n], n, batch, kv_head, here, buf[n].at[wg], bar["k"].at[wg])
+            plgpu.barrier_wait(bar["k"].at[wg])
+            k_operand, v_operand = buf["k"].at[wg], buf["v"].at[wg]
+            if tiles.registers:
+                k_operand = plgpu.load(k_operand, layout=plgpu.Layout.WGMMA)
+                v_operand = plgpu.load(v_operand, layout=plgpu.Layout.WGMMA)
+            k_segments = plgpu.load(buf["kv_segments"].at[wg], layout=ROW) if spec.segments else None
+
+            def column(name: str, slot: Array) -> Array:
+                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+
+            def offsets(slot: Array) -> Array:
+                row_gates = column_gates = None
+                if spec.gates:
+                    row_gates = tuple(plgpu.load(buf[n].at[wg], layout=ROW) for n in gate_names)
+                    column_gates = (column("q_gate_hi", slot), column("q_gate_lo", slot))
+                gain = (column("gain", slot), 1) if "gain" in column_names else None
+                table_ref = buf["table"].at[slot] if spec.prior else None
+                at = tiles.rows - wg * 64
+                return offset_tile(spec, tiles, table_ref, at, row_gates, column_gates, gain, 1)
+
+            def tile_step(tile: Array, carry: Any, masked: bool, skipped: Array) -> Any:
+                dk, dv, begin, gates = carry
+                count = skipped + (tile - start)
+                slot, next_slot, has_next = slot_of(count), slot_of(count + 1), count + 1 < total
+
+                def products(s_ref: Any, dp_ref: Any, dk_ref: Any, dv_ref: Any, next_ref: Any, gate_ref: Any) -> None:
+                    plgpu.wgmma(s_ref, k_operand, buf["q"].at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(bar["do"].at[slot])
+                    plgpu.wgmma(dp_ref, v_operand, buf["do"].at[slot].transpose((1, 0)))
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    factor = jnp.float32(spec.scale * LOG2E)
+                    if spec.sharpness:
+                        factor = spread(column("factor", slot), shape, 1)
+                    p = jnp.exp2(s * factor - spread(column("lse", slot), shape, 1))
+                    if masked:
+                        segments = (k_segments, column("q_segments", slot)) if spec.segments else None
+                        seen = visible(spec, tile * step, base, shape, segments, queries_are_rows=False)
+                        p = jnp.where(seen, p, jnp.float32(0))
+                    plgpu.wgmma(dv_ref, p.astype(dtype), buf["do"].at[slot])
+                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
+                    if spec.sharpness:
+                        factor = spread(column("factor", slot), shape, 1)
+                        dp = dp * factor
+                    ds = p * (dp - spread(column("delta", slot), shape, 1))
+                    plgpu.wgmma(dk_ref, ds.astype(dtype), buf["q"].at[slot])
+                    if gate_ref is not None:
+                        gate_ref[...] = gate_ref[...] + ds.sum(axis=1)
+                    pl.when(has_next)(lambda: plgpu.barrier_wait(bar["q"].at[next_slot]))
+                    if next_ref is not None:
+                        next_ref[...] = offsets(next_slot)
+
+                def run(refs: Any) -> None:
+                    dk_ref, dv_ref, s_refs, next_refs, gate_refs = refs
+                    next_ref = next_refs[0] if next_refs else None
+                    gate_ref = gate_refs[0] if gate_refs else None
+                    zeroed = [plgpu.ACC(shape, jnp.float32)] * (1 if s_refs else 2)
+
+                    def scoped(*accs: Any) -> None:
+                        products(*s_refs, *accs, dk_ref, dv_ref, next_ref, gate_ref)
+
+                    pl.run_scoped(scoped, *zeroed)
+
+                start_at = tuple(plgpu.ACC.init(b) for b in begin)
+                state = (plgpu.ACC.init(dk), plgpu.ACC.init(dv), start_at, begin, gates)
+                dk, dv, _, begin, gates = pl.run_state(run)(state)
+                plgpu.barrier_arrive(bar["q_free"].at[slot])
+                return dk, dv, begin, gates
+
+            def over_queries(member: Array, carry: Any) -> Any:
+                head = kv_head * spec.group + member
+                if spec.gates:
+                    for n in gate_names:
+                        copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["gate"].at[wg])
+                    plgpu.barrier_wait(bar["gate"].at[wg])
+                    # The last member could not start this one's first tile: its gates were not there yet.
+                    carry = (*carry[:2], (offsets(slot_of(member * width)),), (zeros(64),))
+
+                def run(low: Array, high: Array, c: Any, masked: bool) -> Any:
+                    return lax.fori_loop(low, high, lambda i, x: tile_step(i, x, masked, member * width), c)
+
+                if spec.segments or spec.causal or spec.window is not None:
+                    carry = run(start, full_start, carry, True)
+                if not spec.segments:
+                    carry = run(full_start, full_stop, carry, False)
+                if spec.segments or spec.window is not None:
+                    carry = run(full_stop, stop, carry, True)
+                if spec.gates:
+                    buf["gate_sums"].at[wg][...] = carry[3][0]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(buf["gate_sums"].at[wg], outs["gates"].at[batch, head, here])
+                    plgpu.wait_smem_to_gmem(0)
+                return carry
+
+            pl.when(total > 0)(lambda: plgpu.barrier_wait(bar["q"].at[0]))
+            begin: Any = (zeros(*shape),) if spec.gates else (offsets(jnp.int32(0)),) if spec.prior else ()
+            carry: Any = (zeros(64, d), zeros(64, d), begin, (zeros(64),) if spec.gates else ())
+            if spec.group == 1:
+                carry = over_queries(jnp.int32(0), carry)
+            else:
+                carry = lax.fori_loop(0, spec.group, over_queries, carry)
+            dk, dv = carry[:2]
+            buf["k"].at[wg][...] = (dk * (1 / LOG2E if spec.sharpness else spec.scale)).astype(dtype)
+            buf["v"].at[wg][...] = dv.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buf["k"].at[wg], outs["dk"].at[batch, here, kv_head])
+            plgpu.copy_smem_to_gmem(buf["v"].at[wg], outs["dv"].at[batch, here, kv_head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == groups)
+        def _memory() -> None:
+            plgpu.set_max_registers(40 if groups == 2 else 24, action="decrease")
+
+            @pl.loop(0, total)
+            def _load(count: Array) -> None:
+                slot = slot_of(count)
+                member = lax.div(count, width) if spec.group > 1 else jnp.int32(0)
+                head = kv_head * spec.group + member
+                tile = start + count - member * width
+                where = pl.ds(tile * step, step)
+                q_bar = bar["q"].at[slot]
+                pl.when(count >= stages)(lambda: plgpu.barrier_wait(bar["q_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(inputs["q"].at[batch, where, head], buf["q"].at[slot], q_bar)
+                for n in column_names:
+                    copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], q_bar)
+                if spec.prior:
+                    at = tile * step + (spec.shift + spec.origin - tiles.rows) - first
+                    copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], q_bar, tiles)
+                plgpu.copy_gmem_to_smem(inputs["do"].at[batch, where, head], buf["do"].at[slot], bar["do"].at[slot])
+                copy_vector(inputs["delta"], "delta", batch, head, where, buf["delta"].at[slot], bar["do"].at[slot])
+
+    body.__name__ = "attention_dkv_" + spec.name(tiles)
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=(buffers, barriers),
+        grid=(spec.kv_heads, -(-spec.keys // tiles.rows), spec.batch),
+        grid_names=("heads", "blocks", "batch"),
+        num_threads=groups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*arrays.values())
+    return dict(zip(out_names, results, strict=True))

@@ -1,0 +1,231 @@
+"""Mosaic GPU attention forward: queries stay, keys and values stream by TMA, the warpgroups take turns on the tensor cores.
+
+The online softmax in base 2 (Milakov & Gimelshein, arXiv 1805.02867) in the warp-specialised arrangement of
+FlashAttention-3 (arXiv 2407.08608). Prior and gates are where the score accumulator starts: they are read from shared
+memory while the product with the values runs, and the tensor cores add them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.attention.mosaic_gpu_spec import (
+    COLUMN,
+    LOG2E,
+    ROW,
+    Spec,
+    Tiles,
+    copies_of_table,
+    copy_table,
+    copy_vector,
+    matrix,
+    offset_tile,
+    spread,
+    table,
+    vector,
+    visible,
+    zeros,
+)
+
+Array = jax.Array
+ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
+COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
+
+
+def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, Array]:
+    """Output [B, T, H, D] in the inputs' type and base-2 log-sum-exp [B, H, padded T] float32 (−inf: nothing seen).
+
+    arrays: q, k, v; with a prior `table` [copies, H, L] (divided by the scale); with sharpness `factor` (sharpness · scale
+    · log2 e) and, if it leaves the prior alone, `gain` (1 / sharpness) [B, H, padded T]; with gates `q_gate_hi`,
+    `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H, padded S]; with segments
+    `q_segments`, `kv_segments` [B, padded length].
+    """
+    names = list(arrays)
+    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    dtype, shape = spec.dtype, (64, tiles.step)
+    row_names = [n for n in ROW_INPUTS if n in arrays]
+    column_names = [n for n in COLUMN_INPUTS if n in arrays]
+
+    buffers: dict[str, Any] = {
+        "q": matrix(spec, groups, 64, d),
+        "k": matrix(spec, stages, step, d),
+        "v": matrix(spec, stages, step, d),
+        "lse": vector("lse", groups, 64),
+        **{n: vector(n, groups, 64) for n in row_names},
+        **{n: vector(n, stages, step) for n in column_names},
+    }
+    copies = 1 + len(column_names)
+    if spec.prior:
+        buffers["table"] = table(tiles)
+        copies += copies_of_table(tiles)
+    barriers = {
+        "q": plgpu.Barrier(num_arrivals=1 + len(row_names), num_barriers=groups),
+        "k": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "v": plgpu.Barrier(num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
+
+    def body(*refs: Any) -> None:
+        inputs = dict(zip(names, refs[: len(names)], strict=True))
+        out_ref, lse_ref, buf, bar = refs[len(names) :]
+        batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
+        # The longest rows of a causal call start first.
+        first = (-(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")) * tiles.rows
+        start, full_start, full_stop, stop = spec.key_range(first, tiles)
+
+        def slot_of(tile: Array) -> Array:
+            return lax.rem(tile - start, jnp.int32(stages))
+
+        def arrive() -> None:
+            if groups == 2:
+                plgpu.barrier_arrive(bar["turn"])
+
+        def wait() -> None:
+            if groups == 2:
+                plgpu.barrier_wait(bar["turn"])
+
+        def take_turn() -> None:
+            arrive()
+            wait()
+
+        @pl.when(wg < groups)
+        def _compute() -> None:
+            plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
+            base = first + wg * 64
+            here = pl.ds(base, 64)
+            q_smem = buf["q"].at[wg]
+            plgpu.copy_gmem_to_smem(inputs["q"].at[batch, here, head], q_smem, bar["q"].at[wg])
+            for n in row_names:
+                copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
+            plgpu.barrier_wait(bar["q"].at[wg])
+            row = {n: plgpu.load(buf[n].at[wg], layout=ROW) for n in row_names}
+            gain = row.get("gain")
+            if spec.sharpness:
+                # The row maximum is taken before the factor is applied, so a negative factor moves into q (exact).
+                sign = jnp.where(row["factor"] < 0, jnp.float32(-1), jnp.float32(1))
+                factor = row["factor"] * sign
+                gain = sign if gain is None else gain * sign
+                q = plgpu.load(q_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                q_smem[...] = (q * spread(sign, (64, d))).astype(dtype)
+                plgpu.commit_smem()
+            else:
+                factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
+            q_operand = plgpu.load(q_smem, layout=plgpu.Layout.WGMMA) if tiles.registers else q_smem
+            row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
+
+            def column(name: str, slot: Array) -> Array:
+                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+
+            def offsets(slot: Array) -> Array:
+                column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
+                table_ref = buf["table"].at[slot] if spec.prior else None
+                scaled = None if gain is None else (gain, 0)
+                return offset_tile(spec, tiles, table_ref, step + wg * 64, row_gates, column_gates, scaled, -1)
+
+            def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
+                acc, m, l, *begin = carry
+                slot, next_slot, has_next = slot_of(tile), slot_of(tile + 1), tile + 1 < stop
+
+                def content(ref: Any) -> Any:
+                    plgpu.wgmma(ref, q_operand, buf["k"].at[slot].transpose((1, 0)))
+                    take_turn()
+
+                def content_alone(ref: Any) -> Array:
+                    content(ref)
+                    return ref[...]
+
+                if spec.offsets:
+                    s = pl.run_state(content)(plgpu.ACC.init(begin[0]))
+                else:
+                    s = pl.run_scoped(content_alone, plgpu.ACC(shape, jnp.float32))
+                if masked:
+                    segments = (row["q_segments"], column("kv_segments", slot)) if spec.segments else None
+                    s = jnp.where(visible(spec, base, tile * step, shape, segments), s, -jnp.inf)
+                plgpu.barrier_arrive(bar["k_free"].at[slot])
+                m_new = jnp.maximum(m, s.max(axis=1) * factor)
+                m_safe = jnp.where(m_new == -jnp.inf, jnp.float32(0), m_new)
+                alpha = jnp.exp2(m - m_safe)
+                p = jnp.exp2(s * spread(factor, shape) - spread(m_safe, shape))
+                acc = acc * spread(alpha, (64, d))
+                l = l * alpha + p.sum(axis=1)
+                p16 = p.astype(dtype)
+                acc, l, m_new, p16 = lax.optimization_barrier((acc, l, m_new, p16))
+                arrive()
+                plgpu.barrier_wait(bar["v"].at[slot])
+                wait()
+
+                def values(ref: Any, next_ref: Any = None) -> None:
+                    plgpu.wgmma(ref, p16, buf["v"].at[slot])
+                    pl.when(has_next)(lambda: plgpu.barrier_wait(bar["k"].at[next_slot]))
+                    if next_ref is not None:
+                        next_ref[...] = offsets(next_slot)
+
+                if spec.offsets:
+                    acc, *begin = pl.run_state(lambda refs: values(*refs))((plgpu.ACC.init(acc), begin[0]))
+                else:
+                    acc = pl.run_state(values)(plgpu.ACC.init(acc))
+                plgpu.barrier_arrive(bar["v_free"].at[slot])
+                return acc, m_new, l, *begin
+
+            pl.when(start < stop)(lambda: plgpu.barrier_wait(bar["k"].at[0]))
+            m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
+            carry: Any = (zeros(64, d), m0, zeros(64), *([offsets(jnp.int32(0))] if spec.offsets else []))
+            pl.when(wg == 1)(take_turn)
+            if spec.window is not None:
+                carry = lax.fori_loop(start, full_start, lambda i, c: tile_step(i, c, True), carry)
+            if not spec.segments:
+                carry = lax.fori_loop(full_start, full_stop, lambda i, c: tile_step(i, c, False), carry)
+            if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
+                carry = lax.fori_loop(full_stop, stop, lambda i, c: tile_step(i, c, True), carry)
+            pl.when(wg == 0)(take_turn)
+            acc, m, l, *_ = carry
+            seen = l > 0
+            inverse = jnp.where(seen, 1.0 / jnp.where(seen, l, jnp.float32(1)), jnp.float32(0))
+            q_smem[...] = (acc * spread(inverse, (64, d))).astype(dtype)
+            buf["lse"].at[wg][...] = jnp.where(seen, m + jnp.log(jnp.where(seen, l, jnp.float32(1))) * LOG2E, -jnp.inf)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem, out_ref.at[batch, here, head])
+            plgpu.copy_smem_to_gmem(buf["lse"].at[wg], lse_ref.at[batch, head, here])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == groups)
+        def _memory() -> None:
+            plgpu.set_max_registers(40 if groups == 2 else 24, action="decrease")
+            kv_head = lax.div(head, jnp.int32(spec.group))
+
+            @pl.loop(start, stop)
+            def _load(tile: Array) -> None:
+                slot = slot_of(tile)
+                reuse = tile - start >= stages
+                where = pl.ds(tile * step, step)
+                k_bar = bar["k"].at[slot]
+                pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, where, kv_head], buf["k"].at[slot], k_bar)
+                if spec.prior:
+                    entry = first + (spec.shift + spec.origin - step) - tile * step
+                    copy_table(inputs["table"].at[:, head], entry, buf["table"].at[slot], k_bar, tiles)
+                for n in column_names:
+                    copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], k_bar)
+                pl.when(reuse)(lambda: plgpu.barrier_wait(bar["v_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(inputs["v"].at[batch, where, kv_head], buf["v"].at[slot], bar["v"].at[slot])
+
+    body.__name__ = "attention_forward_" + spec.name(tiles)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(arrays["q"].shape, dtype),
+            jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_queries), jnp.float32),
+        ),
+        scratch_types=(buffers, barriers),
+        grid=(spec.heads, -(-spec.queries // tiles.rows), spec.batch),
+        grid_names=("heads", "blocks", "batch"),
+        num_threads=groups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*arrays.values())

@@ -1,0 +1,210 @@
+"""The differentiable function over the Mosaic GPU kernels: tables and row factors before them, parameter sums after."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+
+from kernels.attention.mosaic_gpu_backward import query_gradients
+from kernels.attention.mosaic_gpu_backward_keys import key_gradients
+from kernels.attention.mosaic_gpu_forward import forward
+from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles
+
+Array = jax.Array
+Leaves = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static part of a call."""
+
+    log_prior: Any
+    scale: float
+    causal: bool
+    window: int | None
+    sharpen_prior: bool
+    lengths: tuple[int, int]  # of queries and keys; the arrays may be longer
+    tiles: tuple[Tiles, Tiles, Tiles]  # forward, query gradients, key gradients
+
+
+def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
+    batch, _, heads, d = x["q"].shape
+    kv_heads = x["k"].shape[2]
+    queries, keys = options.lengths
+    return Spec(
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=d,
+        dtype=x["q"].dtype,
+        scale=options.scale,
+        causal=options.causal,
+        window=None if options.window is None else min(options.window, queries + keys),
+        prior=x["params"] is not None,
+        slopes=slopes,
+        sharpness=x["sharpness"] is not None,
+        sharpen_prior=options.sharpen_prior,
+        gates=x["gates"] is not None,
+        segments=x["q_segments"] is not None,
+    )
+
+
+def distances(spec: Spec) -> Array:
+    """Signed distance (key − query) of every table entry, kept inside what some query can see."""
+    ahead = jnp.arange(spec.table_length, dtype=jnp.int32) - spec.origin
+    reach = spec.keys - 1 if spec.window is None else min(spec.window, spec.keys) - 1
+    return -jnp.clip(ahead, 0 if spec.causal else -reach, reach)
+
+
+def _lines(x_BTH: Array, length: int, value: float = 0.0) -> Array:
+    """[B, T, H] -> [B, H, length]."""
+    x = x_BTH.transpose(0, 2, 1)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])), constant_values=value)
+
+
+def _copies(table: Array, tiles: Tiles) -> Array:
+    """[..., L] -> [..., copies, L]: the second one entry ahead, see `table_chunks`."""
+    return jnp.stack([table, jnp.roll(table, -1, -1)] if tiles.pairs else [table], axis=-2)
+
+
+def _sharpness(options: Options, spec: Spec, x: Leaves) -> Array:
+    """Sharpness [B, H, padded T], kept away from 0, where the kernels divide by it or multiply −inf."""
+    r = _lines(x["sharpness"], spec.padded_queries, 1.0)
+    least = 1e-20 if options.sharpen_prior or not spec.offsets else 1e-6
+    return jnp.where(jnp.abs(r) < least, jnp.where(r < 0, -least, least), r)
+
+
+def _inputs(options: Options, spec: Spec, x: Leaves) -> dict[str, Array]:
+    """What all three kernels read, besides the prior's table."""
+    arrays = {n: x[n] for n in ("q", "k", "v")}
+    if spec.sharpness:
+        r = _sharpness(options, spec, x)
+        arrays["factor"] = r * (spec.scale * LOG2E)
+        if spec.offsets and not spec.sharpen_prior:
+            arrays["gain"] = 1 / r
+    if spec.gates:
+        lengths = (spec.padded_queries, spec.padded_queries, spec.padded_keys, spec.padded_keys)
+        for n, g, length in zip(("q_gate_hi", "q_gate_lo", "k_gate_hi", "k_gate_lo"), x["gates"], lengths, strict=True):
+            arrays[n] = _lines(g, length)
+    if spec.segments:
+        for n, length in (("q_segments", spec.padded_queries), ("kv_segments", spec.padded_keys)):
+            ids = jnp.where(x[n] < 0, -1 if n == "q_segments" else -2, x[n])
+            arrays[n] = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), constant_values=-1)
+    return arrays
+
+
+def _table(options: Options, spec: Spec, x: Leaves) -> Array | None:
+    """The prior of every head over distance, divided by the scale: float32 [H, table length]."""
+    if not spec.prior:
+        return None
+    d = distances(spec)
+    values = jax.vmap(lambda p: options.log_prior(p, d))(x["params"])
+    return values.astype(jnp.float32) / spec.scale
+
+
+def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
+    """d(log prior)/d(parameter) over distance, float32 [parameters of a head, H, table length]."""
+    d = distances(spec)
+
+    def of_head(p: Any) -> Array:
+        flat, unravel = ravel_pytree(p)
+        return jax.jacfwd(lambda t: options.log_prior(unravel(t), d))(flat).T
+
+    return jax.vmap(of_head)(x["params"]).astype(jnp.float32).transpose(1, 0, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused(options: Options, x: Leaves) -> tuple[Array, Array]:
+    """(o, natural log-sum-exp [B, T, H]).
+
+    x: q, k, v with head_dim a multiple of 64 and lengths padded to multiples of 8; params, sharpness, gates (four sums),
+    q_segments, kv_segments as in `call.Call`, unpadded, None where absent.
+    """
+    return _forward(options, x)[0]
+
+
+def _forward(options: Options, x: Leaves) -> Any:
+    spec, tiles = make_spec(options, x), options.tiles[0]
+    arrays = _inputs(options, spec, x)
+    table = _table(options, spec, x)
+    if table is not None:
+        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+    out, lse = forward(spec, tiles, arrays)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    natural = lse[:, :, : spec.queries].transpose(0, 2, 1) * math.log(2.0)
+    return (out, natural), (x, out, lse)
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
+    x, out, lse = residuals
+    do, dlse = cotangents
+    leaves = jax.tree.leaves(x["params"])
+    spec = make_spec(options, x, sum(leaf[0].size for leaf in leaves))
+    arrays = _inputs(options, spec, x)
+    dlse = jnp.where(lse[:, :, : spec.queries].transpose(0, 2, 1) == -jnp.inf, 0, dlse)
+    delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=-1)[:, : spec.queries] - dlse
+    delta = _lines(delta, spec.padded_queries)
+    real = (jnp.arange(spec.padded_queries) < spec.queries)[None, None, :]
+    arrays |= {"do": do, "lse": jnp.where(real & (lse > -jnp.inf), lse, jnp.inf)}
+    table = _table(options, spec, x)
+    keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
+    queries = _query_sums(options, spec, x, arrays, delta, table)
+    r = _lines(x["sharpness"], spec.padded_queries, 1.0) if spec.sharpness and spec.sharpen_prior else None
+    grads: Leaves = {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"], "params": None, "sharpness": None, "gates": None}
+    if spec.slopes:
+        sums = queries["slopes"][..., : spec.queries]
+        sums = sums if r is None else sums * r[:, :, None, : spec.queries]
+        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], x["params"]))[1]
+        grads["params"] = jax.vmap(unravel)(sums.sum(axis=(0, 3)))
+    elif spec.prior:
+        grads["params"] = x["params"]
+    if spec.sharpness:
+        grads["sharpness"] = queries["sharpness"][:, :, : spec.queries].transpose(0, 2, 1) * spec.scale
+    if spec.gates:
+        # The sum of dlogits over the keys of a row is the cotangent of its log-sum-exp, exactly.
+        rows = dlse if r is None else dlse * x["sharpness"]
+        columns = -keys["gates"][:, :, : spec.keys].transpose(0, 2, 1)
+        if spec.sharpness and spec.sharpen_prior:
+            columns = columns / (spec.scale * LOG2E)
+        grads["gates"] = (rows, jnp.zeros_like(rows), columns, jnp.zeros_like(columns))
+    for n in ("q_segments", "kv_segments"):
+        grads[n] = None if x[n] is None else np.zeros(x[n].shape, jax.dtypes.float0)
+    return (grads,)
+
+
+def _key_sums(spec: Spec, tiles: Tiles, arrays: dict[str, Array], delta: Array, table: Array | None) -> dict[str, Array]:
+    arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
+    if table is not None:
+        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+    return key_gradients(spec, tiles, arrays)
+
+
+SLOPES_AT_ONCE = 8
+
+
+def _query_sums(
+    options: Options, spec: Spec, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
+) -> dict[str, Array]:
+    tiles = options.tiles[1]
+    arrays = arrays | {"delta": delta}
+    if table is not None:
+        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+    if not spec.slopes:
+        return query_gradients(spec, tiles, arrays)
+    slopes = _copies(_slopes(options, spec, x), tiles).transpose(0, 2, 1, 3)
+    parts = []
+    for first in range(0, spec.slopes, SLOPES_AT_ONCE):
+        some = slopes[first : first + SLOPES_AT_ONCE]
+        parts.append(query_gradients(replace(spec, slopes=some.shape[0]), tiles, arrays | {"slopes": some}))
+    return parts[0] | {"slopes": jnp.concatenate([p["slopes"] for p in parts], axis=2)}
+
+
+fused.defvjp(_forward, _backward)

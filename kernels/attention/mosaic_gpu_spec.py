@@ -1,0 +1,256 @@
+"""What a Mosaic GPU attention kernel is specialised for, the ranges of tiles it walks, and its shared buffers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.attention.mosaic_gpu_tiles import table_buffer, table_chunks, toeplitz_tile
+
+Array = jax.Array
+LOG2E = 1.4426950408889634
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of one warpgroup are 64; a block has `groups` of them and walks the other side in steps of `step`."""
+
+    groups: int = 2
+    step: int = 128
+    stages: int = 2
+    registers: bool = False  # keep the stationary operands in registers instead of shared memory
+    pairs: bool = False  # read the prior's table two entries at a time
+    reload: bool = False  # sharpness gradient from the table, not from the scores (fewer live registers)
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def slice(self) -> int:
+        """Entries of the prior's table that a tile of scores touches."""
+        return self.rows + self.step
+
+    @classmethod
+    def parse(cls, text: str) -> "Tiles":
+        """The inverse of str: "2x128x2pl" is 2 groups, step 128, 2 stages, with pairs and reload."""
+        groups, step, rest = text.split("x")
+        stages = rest.rstrip("rpl")
+        marks = rest[len(stages) :]
+        return cls(int(groups), int(step), int(stages), "r" in marks, "p" in marks, "l" in marks)
+
+    def __str__(self) -> str:
+        marks = "".join(m for m, on in zip("rpl", (self.registers, self.pairs, self.reload), strict=True) if on)
+        return f"{self.groups}x{self.step}x{self.stages}{marks}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static description of one call; lengths are the real ones, head_dim a multiple of 64 that the arrays have."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+    scale: float
+    causal: bool
+    window: int | None
+    prior: bool
+    slopes: int  # tables of d(log prior)/d(parameter)
+    sharpness: bool
+    sharpen_prior: bool
+    gates: bool
+    segments: bool
+
+    def name(self, tiles: Tiles) -> str:
+        """What tells kernels apart in compiler reports and profiles."""
+        on = (self.prior, self.sharpness, self.gates, self.segments)
+        flags = "".join(letter for letter, present in zip("psgd", on, strict=True) if present)
+        return f"d{self.head_dim}_{tiles}_{flags}{self.slopes}"
+
+    @property
+    def offsets(self) -> bool:
+        """Is anything added to the content term."""
+        return self.prior or self.gates
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def shift(self) -> int:
+        """Key index that the first query is aligned with: queries end where the keys end."""
+        return self.keys - self.queries
+
+    @property
+    def padded_queries(self) -> int:
+        return -(-self.queries // 384) * 384
+
+    @property
+    def padded_keys(self) -> int:
+        return -(-self.keys // 384) * 384
+
+    @property
+    def origin(self) -> int:
+        """Table index of distance 0 (query index − key index), chosen so that every slice starts on 16 bytes."""
+        back = 768 if self.causal else self.padded_keys + 768 + max(-self.shift, 0)
+        return -(-back // 4) * 4 - self.shift % 4
+
+    @property
+    def table_length(self) -> int:
+        return -(-(self.origin + max(self.shift, 0) + self.padded_queries + 768) // 128) * 128
+
+    def key_range(self, first: Array, tiles: Tiles) -> tuple[Array, Array, Array, Array]:
+        """Tiles of keys for the block of queries at `first`: start, first and last unmasked, end."""
+        q, last = first + self.shift, first + self.shift + tiles.rows - 1
+        reach = None if self.window is None else self.window - 1
+        ahead = 0 if self.causal else reach
+        return self._range(
+            None if reach is None else q - reach,
+            None if reach is None else last - reach,
+            None if ahead is None else q + ahead,
+            None if ahead is None else last + ahead,
+            tiles.step,
+            self.keys,
+            ragged=True,
+        )
+
+    def query_range(self, first: Array, tiles: Tiles) -> tuple[Array, Array, Array, Array]:
+        """Tiles of queries that see the block of keys at `first`: start, first and last unmasked, end."""
+        k, last = first - self.shift, first - self.shift + tiles.rows - 1
+        reach = None if self.window is None else self.window - 1
+        behind = 0 if self.causal else reach
+        return self._range(
+            None if behind is None else k - behind,
+            None if behind is None else last - behind,
+            None if reach is None else k + reach,
+            None if reach is None else last + reach,
+            tiles.step,
+            self.queries,
+            ragged=False,
+        )
+
+    def _range(
+        self, low: Any, low_full: Any, high_full: Any, high: Any, step: int, length: int, ragged: bool
+    ) -> tuple[Array, Array, Array, Array]:
+        """Tiles between inclusive index bounds (None: open), and those inside for every row of the block.
+
+        ragged: the tile that the end of the sequence cuts needs a mask.
+        """
+        zero, end = jnp.int32(0), jnp.int32(-(-length // step))
+        stop = end if high is None else _clip(self._floor(high, step) + 1, zero, end)
+        start = zero if low is None else _clip(self._floor(low, step), zero, stop)
+        full_stop = stop if high_full is None else _clip(self._floor(high_full + 1, step), start, stop)
+        if ragged and length % step:
+            full_stop = _clip(full_stop, start, lax.max(start, jnp.int32(length // step)))
+        full_start = start if low_full is None else _clip(self._floor(low_full + step - 1, step), start, full_stop)
+        if self.segments:
+            full_start = full_stop = start
+        return start, full_start, full_stop, stop
+
+    def _floor(self, x: Array, step: int) -> Array:
+        """x // step, also for negative x."""
+        lift = 2 * (self.queries + self.keys) // step + 8
+        return lax.div(x + lift * step, jnp.int32(step)) - lift
+
+
+def _clip(x: Array, low: Array, high: Array) -> Array:
+    return lax.min(lax.max(x, low), high)
+
+
+def matrix(spec: Spec, *shape: int) -> Any:
+    """A shared-memory buffer of matrix tiles, laid out for wgmma."""
+    return plgpu.SMEM(shape, spec.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def vector(name: str, *shape: int) -> Any:
+    """A shared-memory buffer for rows of a [B, H, length] (or, for segments, [B, length]) array."""
+    return plgpu.SMEM(shape, jnp.int32 if name.endswith("segments") else jnp.float32)
+
+
+def table(tiles: Tiles) -> Any:
+    return plgpu.SMEM((tiles.stages, table_buffer(tiles.slice, tiles.pairs)), jnp.float32)
+
+
+def spread(line: Array, shape: tuple[int, int], axis: int = 0) -> Array:
+    """A row statistic (axis 0) or a column statistic (axis 1) as a whole tile."""
+    return lax.broadcast_in_dim(line, shape, (axis,))
+
+
+def zeros(*shape: int) -> Array:
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else ROW
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def copy_vector(source: Any, name: str, batch: Array, head: Array, where: Any, target: Any, barrier: Any) -> None:
+    at = source.at[batch, where] if name.endswith("segments") else source.at[batch, head, where]
+    plgpu.copy_gmem_to_smem(at, target, barrier)
+
+
+def copy_table(source: Any, first: Array, target: Any, barrier: Any, tiles: Tiles) -> None:
+    """Start the copies of table entries [first, first + slice); source [copies, L], first a multiple of 4."""
+    for copy, offset, place, size in table_chunks(tiles.slice, tiles.pairs):
+        at = pl.multiple_of(first + offset, 4)
+        plgpu.copy_gmem_to_smem(source.at[copy, pl.ds(at, size)], target.at[pl.ds(place, size)], barrier)
+
+
+def copies_of_table(tiles: Tiles) -> int:
+    return len(table_chunks(tiles.slice, tiles.pairs))
+
+
+def offset_tile(
+    spec: Spec,
+    tiles: Tiles,
+    table_ref: Any,
+    base: Array,
+    row_gates: tuple[Array, Array] | None,
+    column_gates: tuple[Array, Array] | None,
+    gain: tuple[Array, int] | None,
+    sign: int,
+) -> Array:
+    """Prior plus gates of a tile, in units of the content scale: where the score accumulator starts.
+
+    sign −1: rows are queries; +1: rows are keys. gain: a factor along axis 0 or 1.
+    """
+    shape = (64, tiles.step)
+    total = None
+    if spec.prior:
+        total = toeplitz_tile(table_ref, base, tiles.step, sign, tiles.slice, tiles.pairs)
+    if row_gates is not None and column_gates is not None:
+        high, low = (spread(r, shape) - spread(c, shape, 1) for r, c in zip(row_gates, column_gates, strict=True))
+        # The difference first: the sums are long, and scaling them would round it away.
+        gates = (high + low) * (-sign / spec.scale)
+        total = gates if total is None else total + gates
+    assert total is not None
+    return total if gain is None else total * spread(gain[0], shape, gain[1])
+
+
+def visible(
+    spec: Spec,
+    first_query: Array,
+    first_key: Array,
+    shape: tuple[int, int],
+    segments: tuple[Array, Array] | None,
+    queries_are_rows: bool = True,
+) -> Array:
+    """Which scores of a tile count: causal order, window, segments (of rows, of columns) and the end of the keys."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, a, layout=plgpu.Layout.WGMMA) for a in (0, 1))
+    q, k = (row, column) if queries_are_rows else (column, row)
+    ahead = (q - k) + (first_query + spec.shift - first_key)
+    seen = ahead >= 0 if spec.causal else k < spec.keys - first_key
+    if spec.window is not None:
+        seen = seen & (ahead < spec.window)
+        if not spec.causal:
+            seen = seen & (ahead > -spec.window)
+    if segments is not None:
+        seen = seen & (spread(segments[0], shape) == spread(segments[1], shape, 1))
+    return seen
