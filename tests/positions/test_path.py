@@ -1,0 +1,220 @@
+"""PaTH: unit vectors and strengths, the short convolution, and its state over chunks, documents and padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bampath.positions import Geometry, Slots, Tokens, parse
+from bampath.positions.conv import empty_conv, short_conv
+from bampath.positions.path import unit
+
+GEOMETRY = Geometry(dim=6, heads=4, kv_heads=2, head_dim=4, train_length=64)
+OPTIONS = [
+    "path",
+    "path(rank=full)",
+    "path(rank=3)",
+    "path(conv=0)",
+    "path(conv=2)",
+    "path(conv=1)",
+    "path(silu=false)",
+    "path(beta_max=1.2)",
+]
+
+
+def _params(spec, seed=0):
+    """Parameters large enough that every part of the formula shows."""
+    rng = np.random.default_rng(seed)
+    shapes = {name: p.shape for name, p in parse(spec).at(0).parts[0].parameters(GEOMETRY).items()}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def _tokens(x, ids=None, positions=None):
+    batch, length = x.shape[:2]
+    if positions is None:
+        positions = np.broadcast_to(np.arange(length), (batch, length))
+    ids = np.zeros((batch, length)) if ids is None else ids
+    positions, ids = jnp.asarray(positions, jnp.int32), jnp.asarray(ids, jnp.int32)
+    return Tokens(jnp.asarray(x, jnp.float32), positions, positions + 1, ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(spec, params, tokens, carry):
+    part = parse(spec).at(0).parts[0]
+    q = jnp.zeros((*tokens.x.shape[:2], 4, 4))
+    slots, carry = part.fill(params, GEOMETRY, Slots(q, q[:, :, :2]), tokens, carry)
+    return slots.householder, carry
+
+
+def _expected(spec, params, x):
+    """One document, token by token, in float64."""
+    part = parse(spec).at(0).parts[0]
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    if "w" in p:
+        u = np.einsum("td,dhk->thk", x, p["w"])
+    else:
+        u = np.einsum("td,dr,rhk->thk", x, p["w_down"], p["w_up"])
+    w = u
+    if "conv" in p:
+        width = len(p["conv"])
+        w = np.zeros_like(u)
+        for t in range(len(x)):
+            for back in range(min(width, t + 1)):
+                w[t] += p["conv"][width - 1 - back] * u[t - back]
+        w = w / (1 + np.exp(-w)) if part.silu else w
+    w = w / np.sqrt((w**2).sum(-1, keepdims=True) + part.eps)
+    beta = 2 / (1 + np.exp(-(x @ p["beta_kernel"] + p["beta_bias"])))
+    return w, np.minimum(beta, part.beta_max)
+
+
+@pytest.mark.parametrize("spec", OPTIONS)
+def test_formula(spec):
+    x = np.random.default_rng(5).normal(size=(2, 7, 6))
+    params = _params(spec)
+    (w, beta), carry = _run(spec, params, _tokens(x), None)
+    assert w.dtype == beta.dtype == jnp.float32
+    assert carry is None
+    for row in range(2):
+        want_w, want_beta = _expected(spec, params, x[row])
+        np.testing.assert_allclose(w[row], want_w, atol=2e-5)
+        np.testing.assert_allclose(beta[row], want_beta, atol=2e-6)
+    np.testing.assert_allclose(np.sum(np.square(w), -1), 1, atol=1e-3)
+    assert np.all((np.asarray(beta) > 0) & (np.asarray(beta) <= 2))
+
+
+def test_start():
+    """beta = 1 (a projection), matrices N(0, 0.02): the parameter count of the paper's size."""
+    big = Geometry(dim=2048, heads=32, kv_heads=32, head_dim=64)
+    shapes = {name: p.shape for name, p in parse("path").at(0).parts[0].parameters(big).items()}
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 202_784
+    start = parse("path(conv=0)").init_params(jax.random.key(0), GEOMETRY)["path"]
+    np.testing.assert_array_equal(start["beta_bias"], np.zeros(2))
+    assert start["w_down"].std() == pytest.approx(0.02, rel=0.3)
+    (_, beta), _ = _run("path(conv=0)", start | {"beta_kernel": jnp.zeros((6, 2))}, _tokens(np.ones((1, 3, 6))), None)
+    np.testing.assert_array_equal(beta, np.ones((1, 3, 2)))
+
+
+def test_norm_has_a_gradient_at_zero():
+    np.testing.assert_array_equal(unit(jnp.zeros((2, 4)), 1e-6), np.zeros((2, 4)))
+    assert np.isfinite(jax.grad(lambda w: unit(w, 1e-6)[0])(jnp.zeros(4))).all()
+
+
+def test_bfloat16_input_gives_float32_slots():
+    params = _params("path")
+    x = np.random.default_rng(0).normal(size=(1, 5, 6))
+    tokens = _tokens(x)
+    half = Tokens(tokens.x.astype(jnp.bfloat16), tokens.positions, tokens.counts, tokens.segment_ids)
+    (w, beta), _ = _run("path", params, half, None)
+    assert w.dtype == beta.dtype == jnp.float32
+    np.testing.assert_allclose(np.sum(np.square(w), -1), 1, atol=1e-4)  # rounded to 16 bits it would be off by 1e-3
+
+
+@pytest.mark.parametrize("spec", ["path", "path(conv=2)", "path(rank=full,silu=false)"])
+def test_packed_documents_equal_their_solo_runs(spec):
+    """Three documents and padding at both ends of a row; a document of one token is among them."""
+    lengths, rng = [4, 1, 6], np.random.default_rng(2)
+    docs = [rng.normal(size=(1, n, 6)) for n in lengths]
+    pad = lambda n: rng.normal(size=(1, n, 6))
+    row = np.concatenate([pad(2), *docs, pad(3)], axis=1)
+    ids = np.asarray([[-1] * 2 + [0] * 4 + [1] + [2] * 6 + [-1] * 3])
+    positions = np.asarray([[0, 0, *range(4), 0, *range(6), 0, 0, 0]])
+    params = _params(spec)
+    (w, beta), _ = _run(spec, params, _tokens(row, ids, positions), None)
+    start = 2
+    for doc in docs:
+        (solo_w, solo_beta), _ = _run(spec, params, _tokens(doc), None)
+        stop = start + doc.shape[1]
+        np.testing.assert_allclose(w[:, start:stop], solo_w, atol=1e-6)
+        np.testing.assert_allclose(beta[:, start:stop], solo_beta, atol=1e-6)
+        start = stop
+    np.testing.assert_array_equal(beta[:, [0, 1, -3, -2, -1]], np.zeros((1, 5, 2)))  # padding moves nothing
+
+
+def test_positions_that_restart_start_a_document():
+    """Same segment id, positions 0 1 2 | 0 | 0 1 2: as three separate rows."""
+    x = np.random.default_rng(3).normal(size=(1, 7, 6))
+    positions = np.asarray([[0, 1, 2, 0, 0, 1, 2]])
+    params = _params("path")
+    (w, _), _ = _run("path", params, _tokens(x, positions=positions), None)
+    for piece in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        (solo, _), _ = _run("path", params, _tokens(x[:, piece]), None)
+        np.testing.assert_allclose(w[:, piece], solo, atol=1e-6)
+
+
+@st.composite
+def _ragged_calls(draw):
+    """Rows of tokens split into calls; in each call every row gets its next tokens and padding on either side."""
+    rows = 2
+    calls = draw(st.lists(st.sampled_from([1, 4]), min_size=1, max_size=6))
+    fill = [[draw(st.integers(0, width)) for _ in range(rows)] for width in calls]
+    left = [[draw(st.booleans()) for _ in range(rows)] for _ in calls]
+    return rows, calls, fill, left
+
+
+_conv = jax.jit(short_conv)
+
+
+@given(_ragged_calls(), st.sampled_from([2, 3]))
+@settings(max_examples=40, deadline=None)
+def test_convolution_in_ragged_pieces_equals_the_whole(layout, width):
+    rows, calls, fill, left = layout
+    rng = np.random.default_rng(sum(calls) + width)
+    kernel = rng.normal(size=(width, 3)).astype(np.float32)
+    totals = [sum(counts[r] for counts in fill) for r in range(rows)]
+    data = [rng.normal(size=(total, 3)).astype(np.float32) for total in totals]
+    carry = empty_conv(width, 3, rows)
+    got: list[list[np.ndarray]] = [[] for _ in range(rows)]
+    done = [0] * rows
+    for size, counts, sides in zip(calls, fill, left, strict=True):
+        x = rng.normal(size=(rows, size, 3)).astype(np.float32)  # what stands at padding must not matter
+        ids, positions = np.full((rows, size), -1, np.int32), np.zeros((rows, size), np.int32)
+        places = []
+        for r in range(rows):
+            start = size - counts[r] if sides[r] else 0
+            place = slice(start, start + counts[r])
+            x[r, place] = data[r][done[r] : done[r] + counts[r]]
+            ids[r, place], positions[r, place] = 0, np.arange(done[r], done[r] + counts[r])
+            done[r] += counts[r]
+            places.append(place)
+        y, carry = _conv(x, kernel, ids, positions, carry)
+        for r in range(rows):
+            got[r].append(np.asarray(y[r, places[r]]))
+    for r in range(rows):
+        before = np.concatenate([np.zeros((width - 1, 3), np.float32), data[r]])
+        want = sum(kernel[m] * before[m : m + totals[r]] for m in range(width))
+        np.testing.assert_allclose(np.concatenate(got[r]), want, atol=1e-5)
+
+
+def test_state_starts_anew_with_a_new_document():
+    """A second document in the same stream of calls: nothing of the first reaches it."""
+    rng = np.random.default_rng(7)
+    x, kernel = jnp.asarray(rng.normal(size=(1, 6, 3)), jnp.float32), jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
+    ids, positions = jnp.asarray([[0, 0, 0, 1, 1, 1]]), jnp.asarray([[0, 1, 2, 0, 1, 2]])
+    whole, _ = short_conv(x, kernel, ids, positions)
+    carry, pieces = empty_conv(3, 3, 1), []
+    for t in range(6):
+        y, carry = _conv(x[:, t : t + 1], kernel, ids[:, t : t + 1], positions[:, t : t + 1], carry)
+        pieces.append(y)
+    np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, atol=1e-6)
+
+
+def test_causal_and_differentiable():
+    """Later inputs have exactly no influence; the kernel's gradient matches finite differences."""
+    rng = np.random.default_rng(8)
+    x, kernel = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
+    steps = jnp.arange(8, dtype=jnp.int32)[None, :]
+    out = lambda x, kernel: short_conv(x, kernel, jnp.zeros_like(steps), steps)[0]
+    by_x = jax.grad(lambda x: out(x, kernel)[0, 4].sum())(x)
+    assert not by_x[:, 5:].any()
+    assert by_x[:, 2:5].all()
+    assert not by_x[:, :2].any()
+    by_kernel = jax.grad(lambda k: (out(x, k) ** 2).sum())(kernel)
+    f = lambda k: float(np.square(np.asarray(out(x, k), np.float64)).sum())
+    for i, j in np.ndindex(3, 2):
+        step = np.zeros((3, 2), np.float32)
+        step[i, j] = 1e-2
+        np.testing.assert_allclose(by_kernel[i, j], (f(kernel + step) - f(kernel - step)) / 2e-2, rtol=2e-3)
