@@ -132,21 +132,6 @@ def _bounds(plan: Plan, integers: Array, block: int, default_first: int) -> Arra
     return jnp.stack(parts, axis=-1).reshape(-1)
 
 
-def _clean_keys(call: Call) -> tuple[Array, Array]:
-    """k and v of which a key that nobody sees cannot leak: NaN and Inf in v become NaN in k, whose logits are masked."""
-    if call.every_key_is_seen():
-        return call.k, call.v
-    finite_v = jnp.isfinite(call.v)
-    fine = finite_v.all(-1, keepdims=True) & jnp.isfinite(call.k).all(-1, keepdims=True)
-    return jnp.where(fine, call.k, jnp.nan), jnp.where(finite_v, call.v, 0)
-
-
-def _scaled_q(call: Call) -> Array:
-    """q times scale and sharpness, float32: logits are then products of q and k alone, plus the bias."""
-    factor = call.scale if call.sharpness is None else (call.scale * call.sharpness)[..., None]
-    return call.q.astype(jnp.float32) * factor
-
-
 Index = Callable[..., tuple[Any, Any, Any, Any]]  # grid indices -> (batch, head, block of queries, block of keys)
 
 
@@ -158,21 +143,17 @@ def _operands(plan: Plan, call: Call, program: Program | None, at: Index, saved:
         (1, 1, rows, plan.block_k), lambda *g: (at(*g)[0], lax.div(at(*g)[1], jnp.int32(group)), 0, at(*g)[3])
     )
     whole = pl.BlockSpec(memory_space=pltpu.SMEM)
-    k, v = _clean_keys(call)
-    dead = jnp.isneginf(saved["lse"])[..., None] if saved else False
-    q = jnp.where(dead, 0, _scaled_q(call)).astype(plan.dtype)
     operands.inputs |= {
-        "q": (_lengths_last(q, plan.padded_dim, plan.padded_queries), q_side(plan.padded_dim)),
-        "k": (_lengths_last(k, plan.padded_dim, plan.padded_keys), k_side(plan.padded_dim, plan.group)),
-        "v": (_lengths_last(v, plan.padded_v_dim, plan.padded_keys), k_side(plan.padded_v_dim, plan.group)),
+        "q": (_lengths_last(call.q, plan.padded_dim, plan.padded_queries), q_side(plan.padded_dim)),
+        "k": (_lengths_last(call.k, plan.padded_dim, plan.padded_keys), k_side(plan.padded_dim, plan.group)),
+        "v": (_lengths_last(call.v, plan.padded_v_dim, plan.padded_keys), k_side(plan.padded_v_dim, plan.group)),
     }
-    rows = [call.sharpness] if plan.gain else []
+    rows = [] if call.sharpness is None else [call.sharpness]
     rows += list(call.gates[:2]) if call.gates is not None else []
     if saved:
-        do = jnp.where(dead, 0, saved["do"]).astype(plan.dtype)
-        do = _lengths_last(do, plan.padded_v_dim, plan.padded_queries)
+        do = _lengths_last(saved["do"].astype(plan.dtype), plan.padded_v_dim, plan.padded_queries)
         operands.inputs["do"] = (do, q_side(plan.padded_v_dim))
-        rows += [jnp.where(dead[..., 0], jnp.inf, saved["lse"]), saved["excess"], saved["dlse"]]
+        rows += [saved["lse"], saved["excess"], saved["dlse"]]
     if rows:
         fill = {len(rows) - 3: jnp.inf} if saved else {}
         operands.inputs["q_rows"] = (_rows(rows, plan.padded_queries, fill), q_side(len(rows)))
@@ -225,13 +206,13 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
 
 def _gradient_outputs(plan: Plan, wanted: Wanted, program: Program | None, operands: Operands) -> None:
     float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    b, h, nq, nk, bq, bk = plan.batch, plan.heads, plan.q_blocks, plan.k_blocks, plan.block_q, plan.block_k
+    b, h, nk, bk = plan.batch, plan.heads, plan.k_blocks, plan.block_k
     if wanted.queries:
-        members = (plan.group, nq) if wanted.keys else (1, 1)
-        place = (lambda b, k, j, s: (b, k, 0, 0, 0)) if wanted.keys else (lambda b, h, i, s: (b, h, i, 0, 0))
-        sizes = {"dq": plan.padded_dim} | ({"dgain": 1} if plan.gain else {})
-        for name, rows in sizes.items():
-            operands.outputs[name] = (float32(b, h, nq, rows, bq), pl.BlockSpec((1, *members, rows, bq), place))
+        heads, length = (plan.group, plan.padded_queries) if wanted.keys else (1, plan.block_q)
+        place = (lambda b, k, j, s: (b, k, 0, 0)) if wanted.keys else (lambda b, h, i, s: (b, h, 0, i))
+        for name, rows in {"dq": plan.padded_dim, **({"dsharpness": 1} if plan.sharpness else {})}.items():
+            shape = float32(b, h, rows, plan.padded_queries)
+            operands.outputs[name] = (shape, pl.BlockSpec((1, heads, rows, length), place))
     if not wanted.keys:
         return
     for name, rows in (("dk", plan.padded_dim), ("dv", plan.padded_v_dim)):
@@ -271,28 +252,21 @@ def _backward(plan: Plan, call: Call, o: Array, lse: Array, do: Array, dlse: Arr
     dead = jnp.isneginf(lse)
     dlse = jnp.where(dead, 0, dlse.astype(jnp.float32))
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
-    saved = {"do": do, "lse": lse, "excess": jnp.where(dead, 0, delta - dlse), "dlse": dlse}
+    excess = jnp.where(dead, 0, delta - dlse)
+    saved = {"do": do, "lse": jnp.where(dead, jnp.inf, lse), "excess": excess, "dlse": dlse}
     passes = [Wanted(True, True)] if plan.fused_backward else [Wanted(True, False), Wanted(False, True)]
     out: dict[str, Array] = {}
     for wanted in passes:
         out |= _backward_kernel(plan, call, wanted, saved)
-    return _cotangents(plan, call, out, dead, dlse)
+    return _cotangents(plan, call, out, dlse)
 
 
-def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dead: Array, dlse: Array) -> Call:
+def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> Call:
     """Back to the shapes of the call; None stands for zero."""
-    per_query = lambda x: jnp.transpose(x, (0, 2, 4, 1, 3)).reshape(
-        plan.batch, plan.padded_queries, plan.heads, x.shape[3]
-    )[:, : plan.queries]
-    per_key = lambda x, dim: jnp.transpose(x, (0, 3, 1, 2))[:, : plan.keys, :, :dim]
-    dq = per_query(out["dq"])[..., : plan.dim]
-    factor = call.scale if call.sharpness is None else (call.scale * call.sharpness)[..., None]
+    lengths_first = lambda x, length, dim: jnp.transpose(x, (0, 3, 1, 2))[:, :length, :, :dim]
     dsharpness = None
     if call.sharpness is not None:
-        dsharpness = call.scale * (jnp.where(dead[..., None], 0, call.q).astype(jnp.float32) * dq).sum(-1)
-        if plan.gain:
-            dsharpness = dsharpness + per_query(out["dgain"])[..., 0]
-        dsharpness = dsharpness.astype(call.sharpness.dtype)
+        dsharpness = lengths_first(out["dsharpness"], plan.queries, 1)[..., 0].astype(call.sharpness.dtype)
     prior, gates = None, None
     if call.prior is not None:
         leaves, tree = jax.tree.flatten(call.prior.params)
@@ -301,14 +275,14 @@ def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dead: Array, dlse
         prior = DistancePrior(jax.tree.unflatten(tree, grads), call.prior.log_prior)
     if call.gates is not None:
         # A gate sum of the query shifts its whole row, hence lse, and nothing else.
-        shift = dlse * call.sharpness if plan.gain and call.sharpness is not None else dlse
+        shift = dlse * call.sharpness if plan.sharpen_prior and call.sharpness is not None else dlse
         dk_gates = jnp.swapaxes(out["dk_gates"][:, :, 0, : plan.keys], 1, 2)
         gates = (shift.astype(call.gates[0].dtype), None, dk_gates.astype(call.gates[2].dtype), None)
     return replace(
         call,
-        q=(dq * factor).astype(call.q.dtype),
-        k=per_key(out["dk"], plan.dim).astype(call.k.dtype),
-        v=per_key(out["dv"], plan.v_dim).astype(call.v.dtype),
+        q=(call.scale * lengths_first(out["dq"], plan.queries, plan.dim)).astype(call.q.dtype),
+        k=(call.scale * lengths_first(out["dk"], plan.keys, plan.dim)).astype(call.k.dtype),
+        v=lengths_first(out["dv"], plan.keys, plan.v_dim).astype(call.v.dtype),
         prior=prior,
         gates=gates,
         sharpness=dsharpness,

@@ -2,7 +2,8 @@
 
 A tile is [C keys, R queries]: keys down the sublanes, queries along the lanes. Online softmax over the blocks of keys
 (Milakov & Gimelshein, arXiv 1805.02867); the backward pass recomputes probabilities from lse (FlashAttention-2,
-arXiv 2307.08691). q arrives multiplied by scale and sharpness. Grid steps of one core run in order, so sums over tiles
+arXiv 2307.08691). The sharpness and a scale that is no power of two multiply float32 scores, not q: rounding q·scale to
+bfloat16 would cost digits that gate gradients need. Grid steps of one core run in order, so sums over tiles
 collect in VMEM, always in the same order: two runs give the same bits.
 """
 
@@ -24,7 +25,7 @@ Refs = dict[str, Any]
 
 def q_rows(plan: Plan, backward: bool) -> tuple[str, ...]:
     """Names of the float32 rows that come with a block of queries."""
-    rows = ("gain",) if plan.gain else ()
+    rows = ("sharpness",) if plan.sharpness else ()
     rows += ("q_hi", "q_lo") if plan.gates else ()
     return rows + (("lse", "excess", "dlse") if backward else ())
 
@@ -150,20 +151,48 @@ class Tile:
             total = gate if total is None else total + gate
         return total, slopes
 
-    def scores(self, k: Array, q: Array, masked: bool) -> tuple[Array, Array | None, list[Array]]:
-        """Logits [C, R] (−inf where unseen), bias and derivatives of the prior."""
-        d, seen = None, None
+    def operands(self, masked: bool, *names: str) -> list[Array]:
+        """Blocks of q, k, v or do, from which nothing can leak that no pair of the tile should see.
+
+        Only where the tile has hidden pairs: NaN and Inf in v become NaN in k, whose logits are then masked unless the
+        key is seen; in the backward pass q and do of queries without a key (lse = +inf here) are 0.
+        """
+        blocks = {name: self.refs[name][0, 0] for name in ("q", "k", "v", "do") if name in self.refs}
+        if masked and self.plan.unseen_keys:
+            fine = jnp.abs(blocks["v"].astype(jnp.float32)) < jnp.inf
+            bad = jnp.min(fine.astype(jnp.float32), axis=0, keepdims=True) == 0
+            k = blocks["k"].astype(jnp.float32)
+            blocks["k"] = jnp.where(bad | (jnp.abs(k) == jnp.inf), jnp.nan, k).astype(blocks["k"].dtype)
+            blocks["v"] = jnp.where(fine, blocks["v"].astype(jnp.float32), 0).astype(blocks["v"].dtype)
+        if masked and self.backward and self.plan.dead_queries:
+            alive = self.row("lse") < jnp.inf
+            for name in ("q", "do"):
+                x = blocks[name].astype(jnp.float32)
+                blocks[name] = jnp.where(alive, x, 0).astype(blocks[name].dtype)
+        return [blocks[name] for name in names]
+
+    def scores(self, k: Array, q: Array, masked: bool) -> tuple[Array, Array, list[Array]]:
+        """Logits [C, R] (−inf where unseen), what the sharpness multiplies, and the derivatives of the prior."""
+        plan, d, seen = self.plan, None, None
         if masked or self.program is not None:
             keys, queries = self.integers()
             d = self.distance(keys, queries)
             if masked:
                 seen = self.visible(d, keys, queries)
                 d = jnp.where(seen, d, -1)
-        logits = matmul(k, q, (0, 0))
+        if plan.exact_scale:
+            content = matmul(k, q * jnp.asarray(plan.scale, q.dtype), (0, 0))
+        else:
+            content = matmul(k, q, (0, 0)) * plan.scale
         bias, slopes = self.bias(d)
-        if bias is not None:
-            logits = logits + (bias * self.row("gain") if self.plan.gain else bias)
-        return (logits if seen is None else jnp.where(seen, logits, -jnp.inf)), bias, slopes
+        if bias is None:
+            logits = content * self.row("sharpness") if plan.sharpness else content
+        elif plan.sharpness and not plan.sharpen_prior:
+            logits = content * self.row("sharpness") + bias
+        else:
+            content = content + bias
+            logits = content * self.row("sharpness") if plan.sharpness else content
+        return (logits if seen is None else jnp.where(seen, logits, -jnp.inf)), content, slopes
 
 
 def run_tile(tile: Tile, active: Any, body: Any) -> None:
@@ -191,8 +220,8 @@ def forward(plan: Plan, program: Program | None, names: tuple[str, ...], *argume
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        v = refs["v"][0, 0]
-        logits, _, _ = tile.scores(refs["k"][0, 0], refs["q"][0, 0], masked)
+        q, k, v = tile.operands(masked, "q", "k", "v")
+        logits, _, _ = tile.scores(k, q, masked)
         old = top[...]
         new = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
         base = jnp.where(new == -jnp.inf, 0.0, new)
@@ -241,7 +270,8 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
         active, start, finish = j <= last, inner == 0, None
     tile = Tile(plan, program, refs, batch, head, i, j, backward=True)
     _clear(refs, start, inner == 0, (outer == 0) & (inner == 0) if wanted.keys else inner == 0)
-    run_tile(tile, active, lambda masked: _gradients(tile, wanted, (member, i) if wanted.keys else (0, 0), masked))
+    place = pl.ds(pl.multiple_of(i * plan.block_q, LANES), plan.block_q) if wanted.keys else slice(None)
+    run_tile(tile, active, lambda masked: _gradients(tile, wanted, (member, place), masked))
     if finish is not None and plan.gates:
 
         @pl.when(finish)
@@ -252,7 +282,7 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
 
 def _clear(refs: Refs, start: Any, first_of_keys: Any, first_of_queries: Any) -> None:
     """Zero the sums that begin at this step."""
-    groups = {"dq": first_of_queries, "dgain": first_of_queries, "dk": first_of_keys, "dv": first_of_keys}
+    groups = {"dq": first_of_queries, "dsharpness": first_of_queries, "dk": first_of_keys, "dv": first_of_keys}
     groups |= {"dprior": start, "gate_sums": start}
     for condition in (start, first_of_keys, first_of_queries):
         mine = [refs[name] for name, when in groups.items() if when is condition and name in refs]
@@ -267,24 +297,27 @@ def _zero(sums: list[Any]) -> None:
 
 def _gradients(tile: Tile, wanted: Wanted, at: tuple[Any, Any], masked: bool) -> None:
     """Add what one tile contributes; `at` is the place of its queries in the buffers of dq."""
-    refs, plan = tile.refs, tile.plan
-    q, k, v, do = (refs[name][0, 0] for name in ("q", "k", "v", "do"))
-    logits, bias, slopes = tile.scores(k, q, masked)
+    refs, plan, (member, lanes) = tile.refs, tile.plan, at
+    q, k, v, do = tile.operands(masked, "q", "k", "v", "do")
+    logits, content, slopes = tile.scores(k, q, masked)
     p = jnp.exp(logits - tile.row("lse"))
     dp = matmul(v, do, (0, 0))
     # A saturated pair (p = 1) has no gradient through its logits: dp − Σ do·o would leave a rounding error there, which
     # the derivative of a huge log-prior would blow up.
     ds = p * jnp.where(p < 1, dp - tile.row("excess"), tile.row("dlse"))
-    low = ds.astype(q.dtype)
+    dcontent = ds * tile.row("sharpness") if plan.sharpness else ds
+    low = dcontent.astype(q.dtype)
     if wanted.keys:
         refs["dv"][0, 0] += matmul(do, p.astype(do.dtype), (1, 1))
         refs["dk"][0, 0] += matmul(q, low, (1, 1))
     if wanted.queries:
-        refs["dq"][0, at[0], at[1]] += matmul(jnp.where(k == k, k, 0), low, (1, 0))
-        if plan.gain:
-            refs["dgain"][0, at[0], at[1]] += jnp.sum(ds * bias, axis=0, keepdims=True)
+        clean = jnp.where(k == k, k, jnp.zeros_like(k)) if masked and plan.unseen_keys else k
+        refs["dq"][0, member, :, lanes] += matmul(clean, low, (1, 0))
+        if plan.sharpness:
+            seen = jnp.where(p > 0, content, 0) if masked else content
+            refs["dsharpness"][0, member, :, lanes] += jnp.sum(ds * seen, axis=0, keepdims=True)
     if wanted.keys and (slopes or plan.gates):
-        dbias = ds * tile.row("gain") if plan.gain else ds
+        dbias = dcontent if plan.sharpen_prior else ds
         for n, slope in enumerate(slopes):
             refs["dprior"][0, 0, 0, n] += fold(dbias * slope)
         if plan.gates:

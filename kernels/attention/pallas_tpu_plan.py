@@ -6,6 +6,7 @@ that are multiples of 16 cost nothing. A tile of scores is [keys, queries], so m
 down the sublanes, and everything that belongs to a query is one row.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,10 @@ class Plan:
     segments: bool
     prior: Any  # log_prior or None
     gates: bool
-    gain: bool  # the sharpness multiplies prior and gates as well
+    sharpness: bool
+    sharpen_prior: bool
+    scale: float
+    unseen_keys: bool  # nothing proves that every key is seen by some query
     block_q: int
     block_k: int
     fused_backward: bool  # dq of a whole row stays in VMEM
@@ -110,6 +114,16 @@ class Plan:
     def masked(self) -> bool:
         """Some tile needs a mask."""
         return self.causal or self.window is not None or self.segments or self.ragged
+
+    @property
+    def dead_queries(self) -> bool:
+        """Some query may see no key."""
+        return self.positions or self.segments or self.queries > self.keys
+
+    @property
+    def exact_scale(self) -> bool:
+        """The scale is a power of two, so that q · scale is exact in any float type."""
+        return abs(math.frexp(self.scale)[0]) == 0.5
 
     # ---- Tiles that a block meets under default positions (every tile otherwise) ----
 
@@ -197,7 +211,10 @@ def make_plan(call: Call, backward: bool) -> Plan:
         segments=call.q_segments is not None,
         prior=None if call.prior is None else call.prior.log_prior,
         gates=call.gates is not None,
-        gain=call.sharpness is not None and call.sharpen_prior and (call.prior is not None or call.gates is not None),
+        sharpness=call.sharpness is not None,
+        sharpen_prior=call.sharpen_prior,
+        scale=call.scale,
+        unseen_keys=not call.every_key_is_seen(),
         block_q=size(queries),
         block_k=size(keys),
         fused_backward=row_of_dq <= RESIDENT_DQ // 2,  # Pallas holds two buffers of it

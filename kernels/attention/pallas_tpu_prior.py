@@ -15,7 +15,17 @@ import numpy as np
 
 Array = jax.Array
 
-CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
+CALLS = {
+    "pjit",
+    "jit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+}
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "cos",
     "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
@@ -91,10 +101,16 @@ def _key(x: Any) -> Any:
     return (id(x),) if np.ndim(x) else (str(x.dtype), x.tobytes() if hasattr(x, "tobytes") else x)
 
 
+def _sign(x: Array) -> Array:
+    # The lowering of lax.sign asks which chip it is for, and outside shard_map finds the host's CPU when compiling ahead.
+    one, zero = jnp.ones((), x.dtype), jnp.zeros((), x.dtype)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, zero))
+
+
 def _evaluate(equations: list[Equation], env: dict[Value, Any]) -> None:
     for eqn in equations:
         inputs = [env[x] if isinstance(x, Value) else x for x in eqn.inputs]
-        out = eqn.primitive.bind(*inputs, **eqn.params)
+        out = _sign(inputs[0]) if eqn.primitive.name == "sign" else eqn.primitive.bind(*inputs, **eqn.params)
         env |= dict(zip(eqn.outputs, out if eqn.primitive.multiple_results else [out], strict=True))
 
 
@@ -153,7 +169,11 @@ def _check_tile(equations: list[Equation], known: dict[Value, Any], shape: tuple
         if name not in ELEMENTWISE:
             raise Refused(f"its log_prior uses {name!r} on distances, which a TPU tile cannot")
         sizes = list(eqn.shapes)
-        sizes += [known[x] if isinstance(x, Value) else np.shape(x) for x in eqn.inputs if not isinstance(x, Value) or x in known]
+        sizes += [
+            known[x] if isinstance(x, Value) else np.shape(x)
+            for x in eqn.inputs
+            if not isinstance(x, Value) or x in known
+        ]
         for size in sizes:
             if size not in ((), shape):
                 raise Refused(f"its log_prior combines distances with an array of shape {size} (in {name!r})")
@@ -184,7 +204,12 @@ def inline(log_prior: Any, params: Any, shape: tuple[int, int], derivatives: boo
 
 
 def _split(
-    equations: list[Equation], leaves: list[Value], sizes: list[Any], distance: Value, outputs: list[Any], shape: tuple[int, int]
+    equations: list[Equation],
+    leaves: list[Value],
+    sizes: list[Any],
+    distance: Value,
+    outputs: list[Any],
+    shape: tuple[int, int],
 ) -> Program:
     known: dict[Value, Any] = dict(zip(leaves, sizes, strict=True))
     dtypes: dict[Value, Any] = {v: jnp.dtype(jnp.float32) for v in leaves}
@@ -198,6 +223,4 @@ def _split(
     _check_tile(inside, known, shape)
     used = [x for eqn in inside for x in eqn.inputs] + outputs
     passed = list(dict.fromkeys(x for x in used if isinstance(x, Value) and x in known))
-    return Program(
-        _needed(outside, passed), inside, leaves, distance, [(v, dtypes[v]) for v in passed], outputs, shape
-    )
+    return Program(_needed(outside, passed), inside, leaves, distance, [(v, dtypes[v]) for v in passed], outputs, shape)
