@@ -1,0 +1,51 @@
+"""How a row is cut: superblocks of S tokens, each of 2ⁿ blocks."""
+
+from typing import NamedTuple
+
+from kernels.path.transport import BASE
+
+SUPERBLOCK = 512  # tokens that a tile of scores spans at most
+
+
+class Plan(NamedTuple):
+    """`count` superblocks of `size` tokens, a size that is `block` times a power of two."""
+
+    count: int
+    size: int
+    block: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row, padding at its end included."""
+        return self.count * self.size
+
+
+def check_plan(plan: Plan, length: int) -> None:
+    """Raise ValueError unless `plan` covers a row of `length` tokens and its blocks can be halved down to BASE."""
+    blocks, block = plan.size // plan.block, plan.block
+    while block > BASE and block % 2 == 0:
+        block //= 2
+    if plan.size % plan.block or blocks & (blocks - 1) or block > BASE:
+        raise ValueError(f"{plan}: size must be block · 2ⁿ, and block at most {BASE} after halvings")
+    if plan.length < length:
+        raise ValueError(f"{plan} covers {plan.length} tokens, the row has {length}")
+
+
+def choose_plan(length: int, dim: int, superblock: int = SUPERBLOCK) -> Plan:
+    """The least padding with superblocks of at most about `superblock` tokens and blocks of about head_dim.
+
+    A block of L tokens costs O(L²) per token-row in the triangular part and D² L⁻¹ per token in its product, so L near D
+    is best; below 32 the number of small matrices dominates.
+    """
+    target = min(128, max(32, dim))
+    count = -(-length // superblock)
+    size = -(-length // count)
+    blocks = 1
+    while -(-size // blocks) > target:
+        blocks *= 2
+    block = -(-size // blocks)
+    halvable = 1
+    while -(-block // halvable) > BASE:
+        halvable *= 2
+    block = -(-block // halvable) * halvable
+    return Plan(count, blocks * block, block)
