@@ -1,8 +1,8 @@
 """Fused attention for TPUs in Pallas: output and every gradient, priors, gates and sharpness included.
 
-Without a TPU the same kernels run in Pallas' interpreter, for tests. `pallas_tpu_plan` fixes the layout and the blocks,
-`pallas_tpu_prior` prepares log_prior for a tile, `pallas_tpu_kernels` holds the kernels; here the arrays of a `Call` are
-brought into that layout and back.
+Without a TPU the same kernels run in Pallas' interpreter, for tests. `pallas_tpu_plan` fixes the layout and blocks,
+`pallas_tpu_prior` and `pallas_tpu_table` prepare log_prior, `pallas_tpu_kernels` holds the kernels; here the arrays of a
+`Call` are brought into that layout and back.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention import pallas_tpu_kernels as kernels
+from kernels.attention import pallas_tpu_table as table
 from kernels.attention.call import Call, DistancePrior
 from kernels.attention.pallas_tpu_kernels import Wanted
 from kernels.attention.pallas_tpu_plan import LANES, MAX_DIM, VMEM_LIMIT, Plan, make_plan
@@ -28,7 +29,7 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def supports(call: Call) -> str | None:
-    """None, or why not: dtypes other than bfloat16 and float32, head_dim over 256, priors that a tile cannot compute."""
+    """None, or why not: dtypes other than bfloat16 and float32, head_dim over 256, a prior that no route can take."""
     if call.q.dtype not in DTYPES:
         return f"dtype {call.q.dtype} is neither bfloat16 nor float32"
     dim = max(call.q.shape[3], call.v.shape[3])
@@ -36,12 +37,31 @@ def supports(call: Call) -> str | None:
         return f"head_dim {dim} is over {MAX_DIM}"
     if jax.default_backend() == "gpu":
         return "the kernels are for TPUs (and for the interpreter on a CPU)"
-    if call.prior is not None:
-        try:
-            _program(make_plan(call, True), call.prior, derivatives=True)
-        except Refused as reason:
-            return f"prior {call.prior.log_prior!r}: {reason}"
+    try:
+        _plan(call, True)
+    except Refused as reason:
+        return str(reason)
     return None
+
+
+def _plan(call: Call, backward: bool) -> Plan:
+    """The plan of a pass. A prior goes into the tile if it can, else into a table, which needs default positions."""
+    plan = make_plan(call, backward)
+    if call.prior is None:
+        return plan
+    try:
+        _program(make_plan(call, True), call.prior, True)
+    except Refused as reason:
+        who = f"prior {call.prior.log_prior!r} cannot be computed in a TPU tile: {reason}"
+        if plan.positions:
+            raise Refused(f"{who}; its table over distance needs default positions") from None
+        if plan.group * table.length(plan) > table.LONGEST:
+            size = plan.group * table.length(plan)
+            raise Refused(
+                f"{who}; its table over distance, {size} = (T + S) · H / Hkv entries, is over {table.LONGEST}"
+            ) from None
+        return replace(plan, table=True)
+    return plan
 
 
 # ---- A kernel's operands ----
@@ -84,10 +104,13 @@ def _run(operands: Operands, grid: tuple[int, ...], body: Any, name: str) -> dic
 
 
 def _program(plan: Plan, prior: DistancePrior | None, derivatives: bool) -> Program | None:
-    if prior is None:
+    if prior is None or plan.table:
         return None
     one_head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), prior.params)
-    return inline(prior.log_prior, one_head, (plan.block_k, plan.block_q), derivatives)
+    avals, tree = jax.tree.flatten(one_head)
+    return inline(
+        prior.log_prior, tree, tuple((a.shape, a.dtype) for a in avals), (plan.block_k, plan.block_q), derivatives
+    )
 
 
 def _lengths_last(x: Array, dim: int, length: int) -> Array:
@@ -173,6 +196,15 @@ def _operands(plan: Plan, call: Call, program: Program | None, at: Index, saved:
     if call.prior is not None and program is not None:
         scalars = jax.vmap(lambda p: program.scalars(jax.tree.leaves(p)))(call.prior.params)
         operands.inputs["scalars"] = (scalars.reshape(-1), whole)
+    if call.prior is not None and plan.table:
+        entries = table.values(plan, call.prior.params)
+        for n in range(table.pieces(plan)):
+
+            def place(*g: Any, n: int = n) -> tuple[Any, Any, Any]:
+                _, head, i, j = at(*g)
+                return head, 0, table.first_piece(plan, i, j) + n
+
+            operands.inputs[f"table_{n}"] = (entries, pl.BlockSpec((1, 1, table.piece(plan)), place))
     return operands
 
 
@@ -223,6 +255,9 @@ def _gradient_outputs(plan: Plan, wanted: Wanted, program: Program | None, opera
         count = len(program.outputs) - 1
         spec = pl.BlockSpec((1, 1, 1, count, 8, LANES), lambda b, k, j, s: (b, head(k, s), j, 0, 0, 0))
         operands.outputs["dprior"] = (float32(b, h, nk, count, 8, LANES), spec)
+    if plan.table:
+        spec = pl.BlockSpec((1, plan.group, table.SUMS, table.length(plan)), lambda b, k, j, s: (b, k, 0, 0))
+        operands.outputs["dtable"] = (float32(b, h, table.SUMS, table.length(plan)), spec)
     if plan.gates:
         spec = pl.BlockSpec((1, 1, 1, bk), lambda b, k, j, s: (b, head(k, s), 0, j))
         operands.outputs["dk_gates"] = (float32(b, h, 1, plan.padded_keys), spec)
@@ -239,7 +274,10 @@ def _backward_kernel(plan: Plan, call: Call, wanted: Wanted, saved: dict[str, Ar
 
         grid = (plan.batch, plan.kv_heads, plan.k_blocks, plan.group * plan.query_steps)
     else:
-        at = lambda b, h, i, step: (b, h, i, plan.key_block(i, step))  # noqa: E731
+
+        def at(b: Any, k: Any, j: Any, s: Any) -> tuple[Any, Any, Any, Any]:
+            return b, k, j, plan.key_block(j, s)
+
         grid = (plan.batch, plan.heads, plan.q_blocks, plan.key_steps)
     operands = _operands(plan, call, program, at, saved)
     _gradient_outputs(plan, wanted, program, operands)
@@ -267,8 +305,12 @@ def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> C
     dsharpness = None
     if call.sharpness is not None:
         dsharpness = lengths_first(out["dsharpness"], plan.queries, 1)[..., 0].astype(call.sharpness.dtype)
-    prior, gates = None, None
-    if call.prior is not None:
+    prior, gates = None, None  # type: Any, Any
+    if call.prior is not None and plan.table:
+        _, pullback = jax.vjp(partial(table.values, plan), call.prior.params)
+        (params,) = pullback(table.collect(out["dtable"]))
+        prior = DistancePrior(params, call.prior.log_prior)
+    elif call.prior is not None:
         leaves, tree = jax.tree.flatten(call.prior.params)
         total = out["dprior"].sum((0, 2, 4, 5)) if leaves else None  # [H, parameters]
         grads = [total[:, n].astype(leaf.dtype) for n, leaf in enumerate(leaves)] if total is not None else []
@@ -296,7 +338,7 @@ def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> C
 @jax.custom_vjp
 def attend(call: Call) -> tuple[Array, Array]:
     """(o [B, T, H, Dv] in q's dtype, lse [B, T, H] float32)."""
-    return _forward(make_plan(call, False), call)
+    return _forward(_plan(call, False), call)
 
 
 def _attend_fwd(call: Call) -> tuple[tuple[Array, Array], tuple[Call, Array, Array]]:
@@ -306,7 +348,7 @@ def _attend_fwd(call: Call) -> tuple[tuple[Array, Array], tuple[Call, Array, Arr
 
 
 def _attend_bwd(saved: tuple[Call, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Call]:
-    return (_backward(make_plan(saved[0], True), *saved, *cotangents),)
+    return (_backward(_plan(saved[0], True), *saved, *cotangents),)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

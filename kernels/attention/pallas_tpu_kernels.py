@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels.attention import pallas_tpu_table as table
 from kernels.attention.pallas_tpu_plan import LANES, Plan
 from kernels.attention.pallas_tpu_prior import Program
 
@@ -25,7 +26,7 @@ Refs = dict[str, Any]
 
 def q_rows(plan: Plan, backward: bool) -> tuple[str, ...]:
     """Names of the float32 rows that come with a block of queries."""
-    rows = ("sharpness",) if plan.sharpness else ()
+    rows: tuple[str, ...] = ("sharpness",) if plan.sharpness else ()
     rows += ("q_hi", "q_lo") if plan.gates else ()
     return rows + (("lse", "excess", "dlse") if backward else ())
 
@@ -111,7 +112,8 @@ class Tile:
         """Key position − query position, int32 [C, R]."""
         plan = self.plan
         if plan.positions:
-            assert keys is not None and queries is not None
+            assert keys is not None
+            assert queries is not None
             return keys[:, :1] - queries[:1]
         shape = (plan.block_k, plan.block_q)
         local = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -123,7 +125,8 @@ class Tile:
         if plan.window is not None:
             conditions.append((-d if plan.causal else jnp.abs(d)) < plan.window)
         if plan.segments:
-            assert keys is not None and queries is not None
+            assert keys is not None
+            assert queries is not None
             n = int(plan.positions)
             mine, theirs = queries[n : n + 1], keys[:, n : n + 1]
             conditions.append((theirs == mine) & (theirs >= 0))
@@ -137,8 +140,12 @@ class Tile:
 
     def bias(self, d: Array | None) -> tuple[Array | None, list[Array]]:
         """Prior plus gates before any sharpness [C, R] (None: 0), and the derivatives of the prior."""
-        total, slopes = None, []
-        if self.program is not None:
+        total: Array | None = None
+        slopes: list[Array] = []
+        if self.plan.table:
+            parts = [self.refs[f"table_{n}"][0] for n in range(table.pieces(self.plan))]
+            total = table.shear(self.plan, jnp.concatenate(parts, axis=1))
+        elif self.program is not None:
             assert d is not None
             stride = max(1, len(self.program.passed))
             total, *slopes = self.program.tile(lambda n: self.refs["scalars"][self.head * stride + n], d)
@@ -157,7 +164,7 @@ class Tile:
         Only where the tile has hidden pairs: NaN and Inf in v become NaN in k, whose logits are then masked unless the
         key is seen; in the backward pass q and do of queries without a key (lse = +inf here) are 0.
         """
-        blocks = {name: self.refs[name][0, 0] for name in ("q", "k", "v", "do") if name in self.refs}
+        blocks: dict[str, Array] = {name: self.refs[name][0, 0] for name in ("q", "k", "v", "do") if name in self.refs}
         if masked and self.plan.unseen_keys:
             fine = jnp.abs(blocks["v"].astype(jnp.float32)) < jnp.inf
             bad = jnp.min(fine.astype(jnp.float32), axis=0, keepdims=True) == 0
@@ -266,7 +273,7 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
         start, finish = step == 0, step == plan.query_steps - 1
     else:
         first, last = plan.keys_of(outer)
-        member, i, j = 0, outer, first + inner
+        member, i, j = jnp.int32(0), outer, first + inner
         active, start, finish = j <= last, inner == 0, None
     tile = Tile(plan, program, refs, batch, head, i, j, backward=True)
     _clear(refs, start, inner == 0, (outer == 0) & (inner == 0) if wanted.keys else inner == 0)
@@ -282,8 +289,8 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
 
 def _clear(refs: Refs, start: Any, first_of_keys: Any, first_of_queries: Any) -> None:
     """Zero the sums that begin at this step."""
-    groups = {"dq": first_of_queries, "dsharpness": first_of_queries, "dk": first_of_keys, "dv": first_of_keys}
-    groups |= {"dprior": start, "gate_sums": start}
+    groups = {"dq": first_of_queries, "dsharpness": first_of_queries, "dtable": first_of_queries}
+    groups |= {"dk": first_of_keys, "dv": first_of_keys, "dprior": start, "gate_sums": start}
     for condition in (start, first_of_keys, first_of_queries):
         mine = [refs[name] for name, when in groups.items() if when is condition and name in refs]
         if mine:
@@ -316,9 +323,13 @@ def _gradients(tile: Tile, wanted: Wanted, at: tuple[Any, Any], masked: bool) ->
         if plan.sharpness:
             seen = jnp.where(p > 0, content, 0) if masked else content
             refs["dsharpness"][0, member, :, lanes] += jnp.sum(ds * seen, axis=0, keepdims=True)
-    if wanted.keys and (slopes or plan.gates):
+    if wanted.keys and (slopes or plan.gates or plan.table):
         dbias = dcontent if plan.sharpen_prior else ds
         for n, slope in enumerate(slopes):
             refs["dprior"][0, 0, 0, n] += fold(dbias * slope)
+        if plan.table:
+            start = pl.multiple_of(table.first_piece(plan, tile.i, tile.j) * table.piece(plan), LANES)
+            stretch = pl.ds(start, plan.block_q + plan.block_k)
+            refs["dtable"][0, member, :, stretch] += table.diagonal_sums(plan, dbias)
         if plan.gates:
             refs["gate_sums"][...] += fold_lanes(dbias)

@@ -1,8 +1,8 @@
 """What a TPU attention kernel is specialised for: padded sizes, blocks, and which tiles a block meets.
 
 Arrays reach the kernels transposed, [batch, heads, head_dim, length]. A TPU tiles the last two dimensions by (8, 128)
-(16 for bfloat16): head_dim 64 as the last one would be stored, and moved, as 128; as the second to last, head dimensions
-that are multiples of 16 cost nothing. A tile of scores is [keys, queries], so maxima and sums over keys run
+((16, 128) for bfloat16): head_dim 64 as the last one would be stored, and moved, as 128; as the second to last, head
+dimensions that are multiples of 16 cost nothing. A tile of scores is [keys, queries], so maxima and sums over keys run
 down the sublanes, and everything that belongs to a query is one row.
 """
 
@@ -52,6 +52,7 @@ class Plan:
     positions: bool  # explicit ones
     segments: bool
     prior: Any  # log_prior or None
+    table: bool  # the prior comes as a table over distance, and is not computed in the tile
     gates: bool
     sharpness: bool
     sharpen_prior: bool
@@ -191,7 +192,7 @@ def _most(x: Any, y: Any) -> Any:
 
 
 def make_plan(call: Call, backward: bool) -> Plan:
-    """The plan of a call for one pass."""
+    """The plan of a call for one pass; the prior is computed in the tile."""
     batch, queries, heads, dim = call.q.shape
     _, keys, kv_heads, v_dim = call.v.shape
     size = lambda length: block_size(length, max(dim, v_dim), call.q.dtype.itemsize, backward)
@@ -210,6 +211,7 @@ def make_plan(call: Call, backward: bool) -> Plan:
         positions=call.q_positions is not None,
         segments=call.q_segments is not None,
         prior=None if call.prior is None else call.prior.log_prior,
+        table=False,
         gates=call.gates is not None,
         sharpness=call.sharpness is not None,
         sharpen_prior=call.sharpen_prior,

@@ -5,6 +5,7 @@ parameters (exp(theta), say) are evaluated once per head in XLA; a TensorCore ha
 need not repeat them. What is left is elementwise in the distance and reads a handful of float32 scalars.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,23 +16,13 @@ import numpy as np
 
 Array = jax.Array
 
-CALLS = {
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "checkpoint",
-    "remat",
-    "remat2",
-}
-ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "cos",
-    "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
+CALLS = set("pjit jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat remat2".split())
+ELEMENTWISE = set(
+    "abs add add_any and atan2 broadcast_in_dim ceil clamp convert_element_type copy cos div eq erf exp exp2 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt "
+    "square stop_gradient sub tan tanh xor".split()
+)
+MOST = 80  # operations per score; a table is cheaper long before
 
 
 class Refused(ValueError):
@@ -41,7 +32,7 @@ class Refused(ValueError):
 class Value(NamedTuple):
     """A variable of the flattened program."""
 
-    index: int
+    number: int
 
 
 class Equation(NamedTuple):
@@ -102,7 +93,7 @@ def _key(x: Any) -> Any:
 
 
 def _sign(x: Array) -> Array:
-    # The lowering of lax.sign asks which chip it is for, and outside shard_map finds the host's CPU when compiling ahead.
+    # The lowering of lax.sign asks for the kind of chip, and finds the host's CPU when compiling ahead.
     one, zero = jnp.ones((), x.dtype), jnp.zeros((), x.dtype)
     return jnp.where(x > 0, one, jnp.where(x < 0, -one, zero))
 
@@ -179,28 +170,31 @@ def _check_tile(equations: list[Equation], known: dict[Value, Any], shape: tuple
                 raise Refused(f"its log_prior combines distances with an array of shape {size} (in {name!r})")
 
 
-def inline(log_prior: Any, params: Any, shape: tuple[int, int], derivatives: bool) -> Program:
-    """The program of a tile of `shape` for the parameters of one head (arrays or ShapeDtypeStructs).
+@functools.lru_cache(maxsize=256)
+def inline(
+    log_prior: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], shape: tuple[int, int], derivatives: bool
+) -> Program:
+    """The program of a tile of `shape`, for parameters of one head given as their tree and leaves of (shape, dtype).
 
     With `derivatives` the tile also gives d(log prior)/d(parameter) for every leaf. Raises Refused.
     """
-    avals, tree = jax.tree.flatten(params)
-    vectors = [tuple(a.shape) for a in avals if a.shape]
+    vectors = [size for size, _ in leaves if size]
     if derivatives and vectors:
-        raise Refused(f"it has a parameter of shape {vectors[0]} per head, of which a TPU tile reduces no gradient")
+        raise Refused(f"it has a parameter of shape {vectors[0]} per head")
 
-    def fn(leaves: list[Array], d: Array) -> list[Array]:
+    def fn(values: list[Array], d: Array) -> list[Array]:
         if derivatives:
-            return _derivatives(log_prior, tree, leaves, d)
-        return [log_prior(jax.tree.unflatten(tree, leaves), d)]
+            return _derivatives(log_prior, tree, values, d)
+        return [log_prior(jax.tree.unflatten(tree, values), d)]
 
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    avals = [jax.ShapeDtypeStruct(size, dtype) for size, dtype in leaves]
     closed = jax.make_jaxpr(fn)(avals, jax.ShapeDtypeStruct(shape, jnp.int32))
     flat = _Flattener([], {})
-    leaves, distance = [flat.fresh() for _ in avals], flat.fresh()
+    parameters, distance = [flat.fresh() for _ in avals], flat.fresh()
     consts = [np.asarray(c) for c in closed.consts]
-    outputs = flat.run(closed.jaxpr, consts, [*leaves, distance])
-    return _split(_needed(flat.equations, outputs), leaves, [a.shape for a in avals], distance, outputs, shape)
+    outputs = flat.run(closed.jaxpr, consts, [*parameters, distance])
+    sizes = [size for size, _ in leaves]
+    return _split(_needed(flat.equations, outputs), parameters, sizes, distance, outputs, shape)
 
 
 def _split(
@@ -213,7 +207,8 @@ def _split(
 ) -> Program:
     known: dict[Value, Any] = dict(zip(leaves, sizes, strict=True))
     dtypes: dict[Value, Any] = {v: jnp.dtype(jnp.float32) for v in leaves}
-    outside, inside = [], []
+    outside: list[Equation] = []
+    inside: list[Equation] = []
     for eqn in equations:
         early = all(x in known for x in eqn.inputs if isinstance(x, Value)) and shape not in eqn.shapes
         (outside if early else inside).append(eqn)
@@ -221,6 +216,8 @@ def _split(
             known |= dict(zip(eqn.outputs, eqn.shapes, strict=True))
             dtypes |= dict(zip(eqn.outputs, eqn.dtypes, strict=True))
     _check_tile(inside, known, shape)
+    if len(inside) > MOST:
+        raise Refused(f"its log_prior takes {len(inside)} operations per score, more than {MOST}")
     used = [x for eqn in inside for x in eqn.inputs] + outputs
     passed = list(dict.fromkeys(x for x in used if isinstance(x, Value) and x in known))
     return Program(_needed(outside, passed), inside, leaves, distance, [(v, dtypes[v]) for v in passed], outputs, shape)
