@@ -30,8 +30,9 @@ Array = jax.Array
 BACKENDS: dict[str, str] = {
     "reference": "kernels.attention.reference",
     "xla": "kernels.attention.xla",
+    "pallas_tpu": "kernels.attention.pallas_tpu",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
 
 
 def _load(name: str) -> Any:

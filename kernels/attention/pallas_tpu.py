@@ -1,8 +1,8 @@
 """Fused attention for TPUs in Pallas: output and every gradient, priors, gates and sharpness included.
 
-Without a TPU the same kernels run in Pallas' interpreter, for tests. `pallas_tpu_plan` fixes the layout and blocks,
-`pallas_tpu_prior` and `pallas_tpu_table` prepare log_prior, `pallas_tpu_kernels` holds the kernels; here the arrays of a
-`Call` are brought into that layout and back.
+Without a TPU the same kernels run in Pallas' interpreter, for tests. `pallas_tpu_plan` fixes layout and blocks,
+`pallas_tpu_prior` and `pallas_tpu_table` prepare log_prior, `pallas_tpu_kernels` holds the kernels; here the arrays of
+a `Call` are brought into that layout and back.
 """
 
 from collections.abc import Callable

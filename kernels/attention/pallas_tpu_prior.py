@@ -16,11 +16,14 @@ import numpy as np
 
 Array = jax.Array
 
-CALLS = set("pjit jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat remat2".split())
-ELEMENTWISE = set(
-    "abs add add_any and atan2 broadcast_in_dim ceil clamp convert_element_type copy cos div eq erf exp exp2 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt "
-    "square stop_gradient sub tan tanh xor".split()
+CALLS = frozenset(
+    {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
+)
+ELEMENTWISE = frozenset(
+    {"abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy"}
+    | {"cos", "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p"}
+    | {"logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n"}
+    | {"sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
 )
 MOST = 80  # operations per score; a table is cheaper long before
 
