@@ -17,8 +17,8 @@ from bampath.step import Batch, Declared, Report, TrainState, build_model
 def explain(config: Config, declared: Declared, report: Report, batch: Batch, state: TrainState) -> str:
     """Names the first parameter that is not finite, else the first module whose output is not, else the first gradient.
 
-    state: as it was before the step; batch: the step's. The forward pass is repeated outside of jit, part by part of
-    the batch, to find the module.
+    state: as it was before the step; batch: the step's. The forward pass is repeated, part by part of the batch,
+    to find the module.
     """
     loss = report.loss.value()
     names = [array.name for array in index(declared.shapes)]
@@ -41,21 +41,30 @@ def explain(config: Config, declared: Declared, report: Report, batch: Batch, st
 def first_bad_module(config: Config, params: Any, batch: Batch) -> str | None:
     """Path of the first module, in order of completion, that returns something not finite; None if all are finite."""
     model = build_model(replace(config, model=replace(config.model, remat="none")))
-    found: list[str] = []
+    names: list[str] = []
 
-    def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        output = call(*args, **kwargs)
-        if not found and not all(_finite(leaf) for leaf in jax.tree.leaves(output)):
-            found.append("/".join(context.module.path) or "final_norm")
-        return output
+    @jax.jit
+    def soundness(params: Any, part: Batch) -> Any:
+        """One flag per output of a module, in order; the module's path is left in `names` while tracing."""
+        names.clear()
+        flags = []
+
+        def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            output = call(*args, **kwargs)
+            for leaf in jax.tree.leaves(output):
+                names.append("/".join(context.module.path) or "final_norm")
+                flags.append(jnp.isfinite(leaf).all())
+            return output
+
+        with nn.intercept_methods(look):
+            model.apply({"params": params}, part["tokens"], part.get("segment_ids"), method="features")
+        return jnp.stack(flags)
 
     rows = batch["tokens"].shape[0] // config.train.accumulate
     for first in range(0, batch["tokens"].shape[0], rows):
-        part = {name: array[first : first + rows] for name, array in batch.items()}
-        with nn.intercept_methods(look):
-            model.apply({"params": params}, part["tokens"], part.get("segment_ids"), method="features")
-        if found:
-            return found[0]
+        flags = np.asarray(soundness(params, {name: array[first : first + rows] for name, array in batch.items()}))
+        if not flags.all():
+            return names[int(np.argmin(flags))]
     return None
 
 

@@ -141,7 +141,7 @@ def make_train_step(
         loss, grads = gradients(config, model, state.params, batch, key)
         squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.global_norm(updates)
+        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.tree.norm(updates)
         sound = state.sound & jnp.isfinite(loss.total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         after = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key, sound)
         kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
