@@ -1,10 +1,13 @@
 """Tiles of the blockwise attention: blocks of queries and keys, which tiles to visit, and the scores of one tile.
 
 Blocks never pad. The last block of an axis starts early enough to end with the axis, and the entries that it shares with
-the block before are visible in one of the two only. With default positions the distances of a tile are one short vector
-that `_skew` lays along its diagonals, so a prior costs O(block) special functions per tile and not O(block²).
+the block before are visible in one of the two only.
 
-Shape names: B batch, K key heads, G query heads per key head, R rows (queries) and C columns (keys) of a tile.
+With default positions the prior depends on the diagonal of a tile alone. It is evaluated once per diagonal of the whole
+call, [H, T + S - 1], tiles lay slices of that table along their diagonals, and the backward pass adds up gradients per
+diagonal: O(T) special functions, not O(T S). With explicit positions it is evaluated in each tile.
+
+Shape names: B batch, H heads, K key heads, R rows (queries) and C columns (keys) of a tile. Tiles are [B, H, R, C].
 """
 
 import math
@@ -65,16 +68,9 @@ def accumulate(x: Array, part: Array, start: Array | int) -> Array:
     return put(x, cut(x, start, part.shape[1]) + part, start)
 
 
-def heads_first(x: Array, kv_heads: int) -> Array:
-    """[B, n, H, ...] -> [B, K, G, n, ...]."""
-    x = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, *x.shape[3:])
-    return jnp.moveaxis(x, 1, 3)
-
-
-def heads_last(x: Array) -> Array:
-    """[B, K, G, n, ...] -> [B, n, H, ...]."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+def heads_first(x: Array) -> Array:
+    """[B, n, H, ...] -> [B, H, n, ...], and back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def batch_sum(x: Array) -> Array:
@@ -99,7 +95,7 @@ class Block(NamedTuple):
     fresh: Array | None  # [n]: False where the block before has covered the entry; None if it never has
     positions: Array | None  # [1 or B, n]; None for the default
     segments: Array | None  # [B, n]
-    gates: tuple[Array, Array] | None  # hi, lo [B, K, G, n]
+    gates: tuple[Array, Array] | None  # hi, lo [B, H, n]
 
 
 def block(call: Call, index: Array | int, size: int, queries: bool) -> Block:
@@ -113,7 +109,7 @@ def block(call: Call, index: Array | int, size: int, queries: bool) -> Block:
         fresh=None if length % size == 0 else start + jnp.arange(size) >= index * size,
         positions=part(call.q_positions if queries else call.kv_positions),
         segments=part(call.q_segments if queries else call.kv_segments),
-        gates=tuple(heads_first(cut(g, start, size), call.k.shape[2]) for g in sums) or None,
+        gates=tuple(heads_first(cut(g, start, size)) for g in sums) or None,
     )
 
 
@@ -161,16 +157,6 @@ def key_ranges(call: Call, grid: Grid) -> Callable[[Array | int], tuple[Any, Any
 # ---- The scores of one tile ----
 
 
-def _skew(diagonals: Array, rows: int, cols: int) -> Array:
-    """[..., R + C - 1] values by diagonal (bottom left corner first) -> [..., R, C], by copies and reshapes only."""
-    width = rows + cols
-    spare = [(0, 0)] * (diagonals.ndim - 1) + [(0, 1)]
-    stack = jnp.broadcast_to(jnp.pad(diagonals, spare)[..., None, :], (*diagonals.shape[:-1], rows, width))
-    flat = stack.reshape(*diagonals.shape[:-1], rows * width)
-    flat = lax.slice_in_dim(flat, rows - 1, rows - 1 + rows * (width - 1), axis=-1)
-    return flat.reshape(*diagonals.shape[:-1], rows, width - 1)[..., :cols]
-
-
 def visible_tile(call: Call, row: Block, col: Block, grid: Grid) -> Array | None:
     """[1 or B, R, C], or None where the whole tile is known to be visible."""
     open_ = not call.causal and call.window is None and call.q_segments is None
@@ -198,19 +184,45 @@ def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Arr
     ]
 
 
-def prior_tile(call: Call, row: Block, col: Block, seen: Array | None, grid: Grid) -> Callable[[Any], Array]:
-    """The prior of a tile as a function of its parameters -> [1 or B, K, G, R, C]. Unseen distances are replaced by −1."""
-    assert call.prior is not None
-    log_prior, heads = call.prior.log_prior, (call.k.shape[2], call.q.shape[2] // call.k.shape[2])
-    wide = jnp.promote_types(call.q.dtype, jnp.float32)
-    per_head = lambda params, d: jax.vmap(log_prior, in_axes=(0, None))(params, d).astype(wide)
-    q_pos, k_pos = _tile_positions(call, row, col, grid)
-    if row.positions is None:
-        d = (k_pos[0, 0] - q_pos[0, 0]) + jnp.arange(1 - grid.rows, grid.cols, dtype=jnp.int32)
-        d = jnp.where(visible(-d, jnp.zeros_like(d), None, None, causal=call.causal, window=call.window), d, -1)
-        tile = (1, *heads, grid.rows, grid.cols)
-        return lambda params: _skew(per_head(params, d), grid.rows, grid.cols).reshape(tile)
-    d = k_pos[:, None, :] - q_pos[:, :, None]
-    d = d if seen is None else jnp.where(seen, d, -1)
+# ---- The prior ----
 
-    return lambda params: jnp.moveaxis(per_head(params, d).reshape(*heads, *d.shape), 2, 0)
+
+def _per_head(call: Call, params: Any, d: Array) -> Array:
+    """log_prior of every head at the distances d -> [H, *d.shape]."""
+    assert call.prior is not None
+    values = lax.map(lambda head: call.prior.log_prior(head, d), params) if d.ndim == 1 else jax.vmap(call.prior.log_prior, in_axes=(0, None))(params, d)
+    return values.astype(jnp.promote_types(call.q.dtype, jnp.float32))
+
+
+def prior_table(call: Call, params: Any) -> Array:
+    """The prior of every diagonal, [H, T + S - 1], the bottom left corner first; for default positions."""
+    length, kv_length = call.q.shape[1], call.k.shape[1]
+    d = jnp.arange(1 - kv_length, length, dtype=jnp.int32)
+    seen = visible(-d, jnp.zeros_like(d), None, None, causal=call.causal, window=call.window)
+    return _per_head(call, params, jnp.where(seen, d, -1))
+
+
+def lay_diagonals(call: Call, table: Array, row: Block, col: Block, grid: Grid) -> Array:
+    """The slice of a table [H, T + S - 1] that belongs to a tile, along its diagonals: [1, H, R, C]."""
+    corner = col.start - row.start + call.q.shape[1] - 1
+    line = lambda r: lax.dynamic_slice_in_dim(table, corner - r, grid.cols, axis=1)
+    return jax.vmap(line, out_axes=1)(jnp.arange(grid.rows, dtype=jnp.int32))[None]
+
+
+def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block, grid: Grid) -> Array:
+    """The transpose of `lay_diagonals`: add the sums of a tile [B, H, R, C] along its diagonals to a table.
+
+    Without a scatter: each row is padded by R - 1, and the flat array cut again into rows that are one longer.
+    """
+    heads, width = tile.shape[1], grid.rows + grid.cols
+    flat = jnp.pad(batch_sum(tile)[0], ((0, 0), (0, 0), (0, grid.rows - 1))).reshape(heads, grid.rows * (width - 1))
+    sums = jnp.pad(flat, ((0, 0), (grid.rows - 1, 1))).reshape(heads, grid.rows, width).sum(1)[:, : width - 1]
+    return accumulate(table, sums, col.start - row.start + call.q.shape[1] - grid.rows)
+
+
+def dense_prior(call: Call, row: Block, col: Block, seen: Array | None) -> Callable[[Any], Array]:
+    """The prior of a tile with explicit positions as a function of its parameters, [1 or B, H, R, C]."""
+    assert row.positions is not None and col.positions is not None
+    d = col.positions[:, None, :] - row.positions[:, :, None]
+    d = d if seen is None else jnp.where(seen, d, -1)
+    return lambda params: jnp.swapaxes(_per_head(call, params, d), 0, 1)

@@ -5,7 +5,7 @@ softmax, Milakov & Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08
 tiles recomputes the probabilities from lse and adds up all gradients, those of the prior's parameters by `jax.vjp` of
 log_prior inside the tile. Sums run in a fixed order: two runs give the same bits.
 
-Shape names: B batch, K key heads, G query heads per key head, R rows (queries) and C columns (keys) of a tile.
+Shape names: B batch, H heads, K key heads, R rows (queries) and C columns (keys) of a tile.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ class Row(NamedTuple):
     """A block of queries with what every tile of it needs; fields after `sharpness` exist in the backward pass only."""
 
     block: Block
-    q: Array  # [B, K, G, R, D]
-    sharpness: Array | None  # [B, K, G, R, 1] float32, as all below
-    do: Array | None = None  # [B, K, G, R, Dv], the output's cotangent
+    q: Array  # [B, H, R, D]
+    sharpness: Array | None  # [B, H, R, 1] float32, as all below
+    do: Array | None = None  # [B, H, R, Dv], the output's cotangent
     delta: Array | None = None  # Σ do·o
     lse: Array | None = None
     dlse: Array | None = None
@@ -46,10 +46,9 @@ class Scores(NamedTuple):
 
     k: Array  # [B, C, K, D], zero where no row of the tile sees the key, as v
     v: Array
-    logits: Array  # [B, K, G, R, C]
-    sharpened: Array | None  # the factor that multiplies the sharpness
-    prior_vjp: Callable[[Array], Any] | None  # of a prior [prior_rows, K, G, R, C]
-    prior_rows: int  # B, or 1 if it is the same in every batch row
+    logits: Array  # [B, H, R, C]
+    sharpened: Array | None  # the part that the sharpness multiplies
+    prior_vjp: Callable[[Array], Any] | None  # for explicit positions
 
 
 def _accumulator(call: Call) -> Any:
@@ -63,12 +62,34 @@ def _matmul(spec: str, x: Array, y: Array, low: Any) -> Array:
     return jnp.einsum(spec, x.astype(narrow), y.astype(narrow), preferred_element_type=wide)
 
 
+def _group(x: Array, kv_heads: int) -> Array:
+    """[B, H, R, n] -> [B, K, (H/K)·R, n]: the query heads of one key head are more rows of the same matrix."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
+
+
+def _rows_by_cols(x: Array, k: Array, low: Any) -> Array:
+    """[B, H, R, D], [B, C, K, D] -> [B, H, R, C]."""
+    out = _matmul("bkrd,bckd->bkrc", _group(x, k.shape[2]), k, low)
+    return out.reshape(*x.shape[:3], k.shape[1])
+
+
+def _to_rows(p: Array, v: Array, low: Any) -> Array:
+    """[B, H, R, C], [B, C, K, D] -> [B, H, R, D]."""
+    out = _matmul("bkrc,bckd->bkrd", _group(p, v.shape[2]), v, low)
+    return out.reshape(*p.shape[:3], v.shape[3])
+
+
+def _to_cols(p: Array, x: Array, kv_heads: int, low: Any) -> Array:
+    """[B, H, R, C], [B, H, R, D] -> [B, C, K, D]."""
+    return _matmul("bkrc,bkrd->bckd", _group(p, kv_heads), _group(x, kv_heads), low)
+
+
 def _zeros(call: Call, shape: tuple[int, ...], dtype: Any = None, fill: float = 0) -> Array:
     # full_like and not zeros: under shard_map the array varies over the same mesh axes as q.
     return lax.full_like(call.q, fill, shape=shape, dtype=dtype or _accumulator(call))
 
 
-def _scores(call: Call, grid: Grid, row: Row, j: Array | int) -> tuple[Block, Scores]:
+def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | int) -> tuple[Block, Scores]:
     col = tiles.block(call, j, grid.cols, queries=False)
     k, v = (tiles.cut(x, col.start, grid.cols) for x in (call.k, call.v))
     seen = tiles.visible_tile(call, row.block, col, grid)
@@ -76,34 +97,37 @@ def _scores(call: Call, grid: Grid, row: Row, j: Array | int) -> tuple[Block, Sc
     if seen is not None and not call.every_key_is_seen():
         used = seen.any(1)
         k, v = (jnp.where(used[:, :, None, None], x, 0) for x in (k, v))
-        gates = None if gates is None else tuple(jnp.where(used[:, None, None, :], g, 0) for g in gates)
-    content = call.scale * _matmul("bkgrd,bckd->bkgrc", row.q, k, call.q.dtype)
-    bias, pullback, prior_rows = None, None, 1
-    if call.prior is not None:
-        bias, pullback = jax.vjp(tiles.prior_tile(call, row.block, col, seen, grid), call.prior.params)
-        prior_rows = bias.shape[0]
+        gates = None if gates is None else tuple(jnp.where(used[:, None], g, 0) for g in gates)
+    content = call.scale * _rows_by_cols(row.q, k, call.q.dtype)
+    bias, pullback = None, None
+    if table is not None:
+        bias = tiles.lay_diagonals(call, table, row.block, col, grid)
+    elif call.prior is not None:
+        bias, vjp = jax.vjp(tiles.dense_prior(call, row.block, col, seen), call.prior.params)
+        shared = bias.shape[0] == 1
+        pullback = lambda grad: vjp(tiles.batch_sum(grad) if shared else grad)[0]
     if gates is not None and row.block.gates is not None:
         (q_hi, q_lo), (k_hi, k_lo) = row.block.gates, gates
-        gate = (q_hi[..., None] - k_hi[..., None, :]) + (q_lo[..., None] - k_lo[..., None, :])
+        gate = (q_hi[..., None] - k_hi[:, :, None]) + (q_lo[..., None] - k_lo[:, :, None])
         bias = gate if bias is None else bias + gate
-    sharpened = None
-    if row.sharpness is None:
-        logits = content if bias is None else content + bias
-    elif call.sharpen_prior or bias is None:
-        sharpened = content if bias is None else content + bias
-        logits = row.sharpness * sharpened
-    else:
-        sharpened = content
-        logits = row.sharpness * content + bias
+    inside = bias is not None and (row.sharpness is None or call.sharpen_prior)
+    sharpened = content + bias if inside else content
+    logits = sharpened if row.sharpness is None else row.sharpness * sharpened
+    if bias is not None and not inside:
+        logits = logits + bias
     if seen is not None:
-        logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
-    return col, Scores(k, v, logits, sharpened, pullback, prior_rows)
+        logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    return col, Scores(k, v, logits, sharpened, pullback)
+
+
+def _table(call: Call, prior: DistancePrior | None) -> Array | None:
+    """Values of the prior by diagonal, where positions are the default ones."""
+    return None if prior is None or call.q_positions is not None else tiles.prior_table(call, prior.params)
 
 
 def _row(call: Call, grid: Grid, i: Array | int, **backward: Array) -> Row:
     block = tiles.block(call, i, grid.rows, queries=True)
-    kv_heads = call.k.shape[2]
-    part = lambda x: tiles.heads_first(tiles.cut(x, block.start, grid.rows), kv_heads)
+    part = lambda x: tiles.heads_first(tiles.cut(x, block.start, grid.rows))
     scalar = lambda x: part(x)[..., None]
     return Row(
         block,
@@ -120,17 +144,18 @@ def _row(call: Call, grid: Grid, i: Array | int, **backward: Array) -> Row:
 def _forward(call: Call) -> tuple[Array, Array]:
     grid = tiles.choose_grid(call)
     batch, _, heads, _ = call.q.shape
-    kv_heads, dim = call.v.shape[2:]
+    dim = call.v.shape[3]
     key_range = tiles.key_ranges(call, grid)
+    table = _table(call, call.prior)
 
     def step(row: Row, j: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
-        _, s = _scores(call, grid, row, j)
+        _, s = _scores(call, grid, table, row, j)
         new_top = jnp.maximum(top, s.logits.max(-1))
         base = jnp.where(new_top == -jnp.inf, 0, new_top)
         p = jnp.exp(s.logits - base[..., None])
         shrink = jnp.exp(top - base)
-        acc = shrink[..., None] * acc + _matmul("bkgrc,bckd->bkgrd", p, s.v, call.v.dtype)
+        acc = shrink[..., None] * acc + _to_rows(p, s.v, call.q.dtype)
         return new_top, shrink * total + p.sum(-1), acc
 
     def one_row(i: Array | int, out: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -138,13 +163,13 @@ def _forward(call: Call) -> tuple[Array, Array]:
         row = row._replace(
             block=row.block._replace(fresh=None)
         )  # computed twice and written twice, with the same values
-        shape = (batch, kv_heads, heads // kv_heads, grid.rows)
+        shape = (batch, heads, grid.rows)
         init = _zeros(call, shape, fill=-jnp.inf), _zeros(call, shape), _zeros(call, (*shape, dim))
         top, total, acc = tiles.loop(key_range(i), grid.col_blocks, lambda j, c: step(row, j, c), init)
         some = total > 0
         total = jnp.where(some, total, 1)
-        o = tiles.heads_last(acc / total[..., None])
-        lse = tiles.heads_last(jnp.where(some, top + jnp.log(total), -jnp.inf))
+        o = tiles.heads_first(acc / total[..., None])
+        lse = tiles.heads_first(jnp.where(some, top + jnp.log(total), -jnp.inf))
         return tiles.put(out[0], o, row.block.start), tiles.put(out[1], lse, row.block.start)
 
     out = _zeros(call, (*call.q.shape[:3], dim), call.q.dtype), _zeros(call, call.q.shape[:3])
@@ -155,79 +180,89 @@ def _forward(call: Call) -> tuple[Array, Array]:
 
 
 def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
-    """Gradients that one tile contributes: rows as [B,K,G,R,·], columns as [B,C,K,·] or [B,K,G,C]."""
-    low = call.q.dtype
+    """Gradients that one tile contributes: of q, sharpness, q_gates, k_gates [B, H, n, ...], of k, v [B, C, K, D], and of
+    the prior's values ("bias") or parameters.
+
+    Sums of products are einsums: jaxlib 0.10 reduces a product over an array with an axis of length 1 about 30 times
+    slower than its other reductions on CPU.
+    """
+    low, kv_heads = call.q.dtype, call.k.shape[2]
+    assert row.do is not None
     p = jnp.exp(s.logits - row.lse)
-    dp = _matmul("bkgrd,bckd->bkgrc", row.do, s.v, low)
-    # A saturated row (p = 1, such as a row with one key) has no gradient through its logits. do·v − Σ do·o would leave a
-    # rounding error there, which a log-prior of −1e30 would blow up.
+    dp = _rows_by_cols(row.do, s.v, low)
+    # A saturated row (p = 1, such as a row with one key) has no gradient through its logits. do·v − Σ do·o would leave
+    # a rounding error there, which a log-prior of −1e30 would blow up.
     ds = p * (jnp.where(p < 1, dp - row.delta, 0) + row.dlse)
-    grads: dict[str, Any] = {"v": _matmul("bkgrc,bkgrd->bckd", p, row.do, low)}
-    dbias = dcontent = ds
-    if row.sharpness is not None and s.sharpened is not None:
-        grads["sharpness"] = (ds * s.sharpened).sum(-1)
-        dcontent = ds * row.sharpness
-        dbias = dcontent if call.sharpen_prior else ds
+    r = jnp.ones_like(row.lse) if row.sharpness is None else row.sharpness
+    grads = {
+        "v": _to_cols(p, row.do, kv_heads, low),
+        "q": call.scale * r * _to_rows(ds, s.k, low),
+        "k": call.scale * _to_cols(ds, r * row.q, kv_heads, low),
+    }
+    if row.sharpness is not None:
+        grads["sharpness"] = jnp.einsum("bhrc,bhrc->bhr", ds, s.sharpened)
+    r = r if call.sharpen_prior else jnp.ones_like(r)
     if call.gates is not None:
-        grads["q_gates"], grads["k_gates"] = dbias.sum(-1), -dbias.sum(-2)
-    if s.prior_vjp is not None:
-        (grads["prior"],) = s.prior_vjp(dbias if dbias.shape[0] == s.prior_rows else tiles.batch_sum(dbias))
-    dcontent = dcontent * call.scale
-    grads["q"] = _matmul("bkgrc,bckd->bkgrd", dcontent, s.k, low)
-    grads["k"] = _matmul("bkgrc,bkgrd->bckd", dcontent, row.q, low)
+        grads["q_gates"] = jnp.einsum("bhrc,c->bhr", ds, jnp.ones_like(ds[0, 0, 0])) * r[..., 0]
+        grads["k_gates"] = -jnp.einsum("bhrc,bhr->bhc", ds, r[..., 0])
+    if call.prior is not None:
+        dbias = ds if row.sharpness is None or not call.sharpen_prior else r * ds
+        grads["bias" if s.prior_vjp is None else "prior"] = dbias if s.prior_vjp is None else s.prior_vjp(dbias)
     return grads
 
 
 ROWS = ("q", "sharpness", "q_gates")  # gradients that live on a block of queries; the others add up over all tiles
 
 
+def _zero_gradients(call: Call, table: Array | None) -> dict[str, Any]:
+    zeros: dict[str, Any] = {name: _zeros(call, getattr(call, name).shape) for name in ("q", "k", "v")}
+    if call.sharpness is not None:
+        zeros["sharpness"] = _zeros(call, call.sharpness.shape)
+    if call.gates is not None:
+        zeros |= {"q_gates": _zeros(call, call.gates[0].shape), "k_gates": _zeros(call, call.gates[2].shape)}
+    if table is not None:
+        zeros["table"] = _zeros(call, table.shape)
+    elif call.prior is not None:
+        zeros["prior"] = jax.tree.map(lambda x: _zeros(call, x.shape, x.dtype), call.prior.params)
+    return zeros
+
+
 @jax.jit
 def _backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
     grid = tiles.choose_grid(call)
-    wide = _accumulator(call)
     alive = lse > -jnp.inf
     clean = lambda x: jnp.where(alive if x.ndim == 3 else alive[..., None], x, 0)  # rows without a key: no 0 · NaN
     call = replace(call, q=clean(call.q))
-    do = clean(do)
-    delta = (do.astype(wide) * o.astype(wide)).sum(-1)
+    do, wide = clean(do), _accumulator(call)
+    delta = jnp.einsum("bthd,bthd->bth", do.astype(wide), o.astype(wide))
     saved = {"do": do, "delta": delta, "lse": clean(lse), "dlse": clean(dlse)}
     key_range = tiles.key_ranges(call, grid)
+    table, table_vjp = jax.vjp(lambda prior: _table(call, prior), call.prior)
 
     def step(row: Row, j: Array | int, grads: dict[str, Any]) -> dict[str, Any]:
-        col, s = _scores(call, grid, row, j)
+        col, s = _scores(call, grid, table, row, j)
         new = _tile_gradients(call, row, s)
         out = {name: grads[name] + new[name] for name in ROWS if name in grads}
         out |= {name: tiles.accumulate(grads[name], new[name], col.start) for name in ("k", "v")}
+        if "k_gates" in grads:
+            out["k_gates"] = tiles.accumulate(grads["k_gates"], tiles.heads_first(new["k_gates"]), col.start)
+        if "table" in grads:
+            out["table"] = tiles.add_diagonals(call, grads["table"], new["bias"], row.block, col, grid)
         if "prior" in grads:
             out["prior"] = jax.tree.map(jnp.add, grads["prior"], new["prior"])
-        if "k_gates" in grads:
-            out["k_gates"] = tiles.accumulate(grads["k_gates"], tiles.heads_last(new["k_gates"]), col.start)
         return out
 
     def one_row(i: Array | int, grads: dict[str, Any]) -> dict[str, Any]:
         row = _row(call, grid, i, **saved)
         local = {"q": _zeros(call, row.q.shape)}
         local |= {name: _zeros(call, row.q.shape[:-1]) for name in ROWS[1:] if name in grads}
-        carry = {name: local.get(name, grad) for name, grad in grads.items()}
-        carry = tiles.loop(key_range(i), grid.col_blocks, lambda j, c: step(row, j, c), carry)
-        for name in local:
-            part = tiles.heads_last(carry[name])
-            put = tiles.put if row.block.fresh is None else tiles.accumulate
-            carry[name] = put(grads[name], part, row.block.start)
-        return carry
+        done = tiles.loop(key_range(i), grid.col_blocks, lambda j, c: step(row, j, c), grads | local)
+        put = tiles.put if row.block.fresh is None else tiles.accumulate
+        return done | {name: put(grads[name], tiles.heads_first(done[name]), row.block.start) for name in local}
 
-    zeros: dict[str, Any] = {
-        "q": _zeros(call, call.q.shape),
-        "k": _zeros(call, call.k.shape),
-        "v": _zeros(call, call.v.shape),
-    }
-    if call.sharpness is not None:
-        zeros["sharpness"] = _zeros(call, call.sharpness.shape)
-    if call.gates is not None:
-        zeros |= {"q_gates": _zeros(call, call.gates[0].shape), "k_gates": _zeros(call, call.gates[2].shape)}
-    if call.prior is not None:
-        zeros["prior"] = jax.tree.map(lambda x: _zeros(call, x.shape, x.dtype), call.prior.params)
-    grads = tiles.loop((0, grid.row_blocks), grid.row_blocks, one_row, zeros)
+    grads = tiles.loop((0, grid.row_blocks), grid.row_blocks, one_row, _zero_gradients(call, table))
+    if table is not None:
+        grads["prior"] = table_vjp(grads["table"])[0].params
     return _as_call(call, grads)
 
 
