@@ -60,7 +60,11 @@ def evaluate(prior: DistancePrior, q_positions: Array, k_positions: Array) -> Ar
             raise ValueError(f"{name} has shape {positions.shape}; it must be one-dimensional")
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"{name} has dtype {positions.dtype}; positions are integers")
-    d_TS = k_positions.astype(jnp.int32)[None, :] - q_positions.astype(jnp.int32)[:, None]
+    return _evaluate(prior, k_positions.astype(jnp.int32)[None, :] - q_positions.astype(jnp.int32)[:, None])
+
+
+@jax.jit
+def _evaluate(prior: DistancePrior, d_TS: Array) -> Array:
     return jax.vmap(prior.log_prior, in_axes=(0, None))(prior.params, d_TS)
 
 

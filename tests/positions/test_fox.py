@@ -1,5 +1,6 @@
 """FoX: gates from the layer's input, gates without data, padding."""
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ from bampath.positions.slots import Part
 GEOMETRY = Geometry(dim=6, heads=4, kv_heads=2, head_dim=4, train_length=64)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _gates(spec, x, ids=None, params=None):
     part = next(part for part in parse(spec).at(0).parts if part.GATES)
     batch, length = x.shape[:2]

@@ -126,10 +126,10 @@ def test_packed_documents_equal_their_solo_runs(spec):
     (w, beta), _ = _run(spec, params, _tokens(row, ids, positions), None)
     start = 2
     for doc in docs:
-        (solo_w, solo_beta), _ = _run(spec, params, _tokens(doc), None)
+        solo_w, solo_beta = _expected(spec, params, doc[0])
         stop = start + doc.shape[1]
-        np.testing.assert_allclose(w[:, start:stop], solo_w, atol=1e-6)
-        np.testing.assert_allclose(beta[:, start:stop], solo_beta, atol=1e-6)
+        np.testing.assert_allclose(w[0, start:stop], solo_w, atol=2e-5)
+        np.testing.assert_allclose(beta[0, start:stop], solo_beta, atol=2e-6)
         start = stop
     np.testing.assert_array_equal(beta[:, [0, 1, -3, -2, -1]], np.zeros((1, 5, 2)))  # padding moves nothing
 
@@ -141,8 +141,7 @@ def test_positions_that_restart_start_a_document():
     params = _params("path")
     (w, _), _ = _run("path", params, _tokens(x, positions=positions), None)
     for piece in (slice(0, 3), slice(3, 4), slice(4, 7)):
-        (solo, _), _ = _run("path", params, _tokens(x[:, piece]), None)
-        np.testing.assert_allclose(w[:, piece], solo, atol=1e-6)
+        np.testing.assert_allclose(w[0, piece], _expected("path", params, x[0, piece])[0], atol=2e-5)
 
 
 @st.composite
@@ -194,7 +193,7 @@ def test_state_starts_anew_with_a_new_document():
     rng = np.random.default_rng(7)
     x, kernel = jnp.asarray(rng.normal(size=(1, 6, 3)), jnp.float32), jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
     ids, positions = jnp.asarray([[0, 0, 0, 1, 1, 1]]), jnp.asarray([[0, 1, 2, 0, 1, 2]])
-    whole, _ = short_conv(x, kernel, ids, positions)
+    whole, _ = _conv(x, kernel, ids, positions)
     carry, pieces = empty_conv(3, 3, 1), []
     for t in range(6):
         y, carry = _conv(x[:, t : t + 1], kernel, ids[:, t : t + 1], positions[:, t : t + 1], carry)
@@ -207,12 +206,12 @@ def test_causal_and_differentiable():
     rng = np.random.default_rng(8)
     x, kernel = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
     steps = jnp.arange(8, dtype=jnp.int32)[None, :]
-    out = lambda x, kernel: short_conv(x, kernel, jnp.zeros_like(steps), steps)[0]
-    by_x = jax.grad(lambda x: out(x, kernel)[0, 4].sum())(x)
+    out = jax.jit(lambda x, kernel: short_conv(x, kernel, jnp.zeros_like(steps), steps)[0])
+    by_x = jax.jit(jax.grad(lambda x: out(x, kernel)[0, 4].sum()))(x)
     assert not by_x[:, 5:].any()
     assert by_x[:, 2:5].all()
     assert not by_x[:, :2].any()
-    by_kernel = jax.grad(lambda k: (out(x, k) ** 2).sum())(kernel)
+    by_kernel = jax.jit(jax.grad(lambda k: (out(x, k) ** 2).sum()))(kernel)
     f = lambda k: float(np.square(np.asarray(out(x, k), np.float64)).sum())
     for i, j in np.ndindex(3, 2):
         step = np.zeros((3, 2), np.float32)

@@ -1,7 +1,9 @@
 """RoPE: exact phases, rotations, every rescaling against a separate float64 implementation."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,27 +11,32 @@ import pytest
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.phases import angle, cos_sin
 from bampath.positions.rope import RoPE, rope_frequencies, rotate
+from tests.helpers import x64
 from tests.positions import oracles
 
 
-def _fill(spec, q, k, positions, **geometry):
+@functools.partial(jax.jit, static_argnums=0)
+def _fill(spec, q, k, positions):
     part = parse(spec).at(0).parts[0]
     heads, head_dim = q.shape[2:]
-    shape = Geometry(dim=8, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, **geometry)
+    geometry = Geometry(dim=8, heads=heads, kv_heads=k.shape[2], head_dim=head_dim)
     positions = jnp.asarray(positions, jnp.int32)
     tokens = Tokens(jnp.zeros((*positions.shape, 8)), positions, positions + 1, jnp.zeros_like(positions))
-    return part.fill({}, shape, Slots(q, k), tokens, None)[0]
+    return part.fill({}, geometry, Slots(q, k), tokens, None)[0]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cos_sin(positions, base):
+    return cos_sin(positions, rope_frequencies(RoPE(base=base), 128, 512)[0])
 
 
 @pytest.mark.parametrize("start", [0, 10**5, 10**6, 2**31 - 40, -(10**6)])
 def test_phases_are_exact_at_any_position(start):
     positions = np.arange(start, start + 33, dtype=np.int32)
-    frequencies = rope_frequencies(RoPE(), 128, 512)[0]
-    phase = positions[:, None].astype(np.float64) * frequencies[None, :]
     for base in (10000.0, 500000.0):
         frequencies = rope_frequencies(RoPE(base=base), 128, 512)[0]
         phase = positions[:, None].astype(np.float64) * frequencies[None, :]
-        cos, sin = cos_sin(jnp.asarray(positions), frequencies)
+        cos, sin = _cos_sin(positions, base)
         assert cos.dtype == sin.dtype == jnp.float32
         np.testing.assert_allclose(cos, np.cos(phase), atol=1e-6)
         np.testing.assert_allclose(sin, np.sin(phase), atol=1e-6)
@@ -71,7 +78,7 @@ def test_fraction_leaves_slow_pairs_alone():
     np.testing.assert_array_equal(frequencies[:8], rope_frequencies(RoPE(), 64, 512)[0][:8])
     np.testing.assert_array_equal(frequencies[8:], np.zeros(24))
     q = jnp.ones((1, 2, 1, 8))
-    np.testing.assert_array_equal(_fill("rope(fraction=0)", q, q, [[5, 9]]).q, q)
+    np.testing.assert_array_equal(_fill("rope(fraction=0)", q, q, np.asarray([[5, 9]])).q, q)
     np.testing.assert_array_equal(rope_frequencies(RoPE(fraction=1.0), 20, 512)[0] > 0, np.ones(10, bool))
     np.testing.assert_array_equal(rope_frequencies(RoPE(fraction=0.3), 20, 512)[0] > 0, np.arange(10) < 3)
 
@@ -80,7 +87,7 @@ def test_bfloat16_queries_are_rotated_in_float32():
     rng = np.random.default_rng(2)
     q = jnp.asarray(rng.normal(size=(1, 4, 1, 8)), jnp.bfloat16)
     got = _fill("rope", q, q, np.asarray([[10**6, 10**6 + 1, 3, 4]])).q
-    exact = _fill("rope", q.astype(jnp.float32), q.astype(jnp.float32), [[10**6, 10**6 + 1, 3, 4]]).q
+    exact = _fill("rope", q.astype(jnp.float32), q.astype(jnp.float32), np.asarray([[10**6, 10**6 + 1, 3, 4]])).q
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 
@@ -183,7 +190,7 @@ def test_attention_factor_multiplies_queries_and_keys():
     rng = np.random.default_rng(3)
     q = jnp.asarray(rng.normal(size=(1, 3, 1, 16)), jnp.float32)
     spec = "rope(scaling=yarn,factor=4,attention_factor="
-    one, two = (_fill(f"{spec}{f})", q, q, [[3, 50, 900]]) for f in ("1", "1.5"))
+    one, two = (_fill(f"{spec}{f})", q, q, np.asarray([[3, 50, 900]])) for f in ("1", "1.5"))
     np.testing.assert_allclose(two.q, 1.5 * one.q, rtol=1e-6)
     np.testing.assert_allclose(two.k, 1.5 * one.k, rtol=1e-6)
 
@@ -191,14 +198,12 @@ def test_attention_factor_multiplies_queries_and_keys():
 def test_odd_head_dim_is_refused():
     q = jnp.ones((1, 2, 1, 5))
     with pytest.raises(ValueError, match="even head_dim, got 5"):
-        _fill("rope", q, q, [[0, 1]])
+        _fill("rope", q, q, np.asarray([[0, 1]]))
     with pytest.raises(ValueError, match="head_dim >= 4"):
         rope_frequencies(RoPE(scaling="ntk"), 2, 512)
 
 
 def test_rotation_keeps_float64():
-    from tests.helpers import x64
-
     with x64():
         x = jnp.ones((1, 1, 1, 4), jnp.float64)
         assert rotate(x, jnp.ones((1, 1, 2)), jnp.zeros((1, 1, 2)), "half").dtype == jnp.float64

@@ -1,5 +1,6 @@
 """SSMax, log-n, Llama 4: factors per row, what n counts, and what they multiply."""
 
+import functools
 import math
 
 import jax
@@ -21,10 +22,12 @@ def _tokens(positions, segment_ids=None):
     return Tokens(jnp.zeros((*positions.shape, 4)), positions, positions + 1, ids)
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "geometry"))
 def _sharpen(spec, tokens, params=None, carry=None, geometry=GEOMETRY):
     part = parse(spec).at(0).parts[-1]
     assert part.SLOT == "sharpness"
-    params = parse(spec).init_params(jax.random.key(0), geometry).get(part.NAME, {}) if params is None else params
+    if params is None:
+        params = parse(spec).init_params(jax.random.key(0), geometry).get(part.NAME, {})
     empty = Slots(jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 1, 1, 4)))
     return part.fill(params, geometry, empty, tokens, carry)
 

@@ -79,7 +79,7 @@ def test_exponent_orders_how_far_a_head_looks():
     # Retrieval heads are almost NoPE among the tokens before the query.
     past = found.p[1, :-1] / found.p[1, :-1].sum()
     assert 511 * past[:-20].max() < 1.05
-    assert 511 * past[:-20].min() > 0.9
+    assert 511 * past[:-20].min() > 0.85
 
 
 def test_regimes_of_bam():
