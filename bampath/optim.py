@@ -91,7 +91,7 @@ def muon_dimensions(roles: Any, axes: Any) -> Any:
 
     Muon is for maps between hidden states: role "matrix", not the embedding or the head. Attention weights keep their
     heads apart in storage but act as one matrix, [dim, (heads, head_dim)] in and [(heads, head_dim), dim] out, so every
-    axis on the far side of "embed" is merged. ValueError for a matrix of three or more axes that does not say so.
+    axis on the far side of "embed" (or of a low rank) is merged. ValueError for a matrix of three or more axes that does not say so.
     """
     return jax.tree.map(_muon_axes, roles, axes, is_leaf=lambda node: isinstance(node, str))
 
@@ -103,7 +103,7 @@ def _muon_axes(role: str, axes: tuple[str | None, ...]) -> contrib.MuonDimension
     rows = tuple(i for i in range(len(axes)) if i not in stacked)
     if len(rows) == 2:
         return contrib.MuonDimensionNumbers(rows[0], rows[1])
-    if axes[rows[0]] == "embed":
+    if axes[rows[0]] == "embed" or axes[rows[1]] in ("heads", "kv_heads"):  # the latter: from a low rank into heads
         return contrib.MuonDimensionNumbers(rows[0], rows[1:])
     if axes[rows[-1]] == "embed":
         return contrib.MuonDimensionNumbers(rows[:-1], rows[-1])

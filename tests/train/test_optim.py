@@ -125,6 +125,8 @@ def test_muon_takes_matrices_only_leaf_by_leaf():
         "gate": MuonDimensionNumbers(0, 1),
         "stack": MuonDimensionNumbers(1, (2, 3)),
     }
+    low_rank = muon_dimensions({"x": "matrix"}, {"x": (None, "kv_heads", None)})
+    assert low_rank == {"x": MuonDimensionNumbers(0, (1, 2))}
     with pytest.raises(ValueError, match="rows from columns"):
         muon_dimensions({"x": "matrix"}, {"x": ("heads", None, None)})
 
