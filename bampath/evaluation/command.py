@@ -1,0 +1,54 @@
+"""What the evaluation commands share: the checkpoint, the reader, lengths such as 4x."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from bampath.evaluation.reader import CHUNK, ModelReader
+from bampath.load import Loaded, load
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model runs, and how."""
+    parser.add_argument("checkpoint", help="a run's folder (its latest checkpoint) or a checkpoint's")
+    parser.add_argument("--tokenizer", help="where the tokenizer's file is, if it has moved")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
+    parser.add_argument("--implementation", help="attention implementation (default: the model's)")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=CHUNK,
+        help="tokens of a row in one forward; longer rows go through the cache in such pieces (default %(default)s)",
+    )
+    parser.add_argument("--out", help="write results as JSON to this file")
+
+
+def load_reader(args: argparse.Namespace) -> tuple[Loaded, ModelReader]:
+    """The checkpoint of parsed arguments and a reader for it."""
+    changes = {"dtype": args.dtype, "attention_impl": args.implementation}
+    loaded = load(args.checkpoint, args.tokenizer, **{name: value for name, value in changes.items() if value})
+    return loaded, ModelReader(loaded.model, loaded.params, args.chunk)
+
+
+def parse_lengths(text: str, train_length: int) -> list[int]:
+    """Lengths in tokens from "512,1024" or, as multiples of the training length, "1x,2.5x"; the forms may be mixed."""
+    lengths = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            value = float(item[:-1]) * train_length if item.endswith("x") else int(item)
+        except ValueError:
+            raise ValueError(f"length {item!r} is neither a number of tokens nor a multiple such as 4x") from None
+        if value < 0 or value != value or value == float("inf"):
+            raise ValueError(f"length {item!r} must be finite and not negative")
+        lengths.append(int(value))
+    if not lengths:
+        raise ValueError(f"no length in {text!r}")
+    return lengths
+
+
+def fail_gracefully(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run a command; a mistake of the user is one line, not a traceback."""
+    try:
+        main(argv)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

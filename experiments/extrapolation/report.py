@@ -1,0 +1,199 @@
+"""results.json to report.md and figures: `python -m experiments.extrapolation.report FOLDER` makes them anew."""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
+from bampath.analysis.figures import short_number
+from bampath.evaluation.intervals import wilson
+from bampath.progress import duration
+
+Row = dict[str, Any]
+LEARNED = 0.9  # share of keys found that counts as having learned retrieval
+
+
+def write_report(folder: Path) -> Path:
+    """Read folder/results.json, write folder/figures/*.png and folder/report.md, and return the latter's path."""
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    write_figures(folder / "figures", results)
+    path = folder / "report.md"
+    path.write_text(report(results), encoding="utf-8")
+    return path
+
+
+def write_figures(folder: Path, results: dict[str, Any]) -> list[Path]:
+    """All figures of a study. Of learned priors the first seed is shown, of exponents all."""
+    rows, trained = results["rows"], results["study"]["train_length"]
+    of = lambda kind: [row for row in rows if row["benchmark"] == kind]
+    made = [
+        save(perplexity_figure(of("perplexity"), trained), folder / "perplexity.png"),
+        save(passkey_figure(of("passkey"), trained), folder / "passkey.png"),
+        save(heatmap_figure(of("passkey"), trained), folder / "passkey-depth.png"),
+    ]
+    for case, own in _by(of("prior"), "case").items():
+        learned = [row for row in own if row["parameters"]]
+        if not learned:
+            continue
+        name = re.sub(r"[^a-z0-9]+", "-", case.lower()).strip("-")
+        first = [row for row in learned if row["seed"] == learned[0]["seed"]]
+        made.append(save(prior_figure(first, trained, f"Learned priors of {case}"), folder / f"priors-{name}.png"))
+        if any("bam/theta_beta" in row["parameters"] for row in learned):
+            made.append(save(exponent_figure(learned, f"Heads of {case}"), folder / f"exponents-{name}.png"))
+    return made
+
+
+def report(results: dict[str, Any]) -> str:
+    """The report as Markdown: what was done, both tables, what they say, the figures, times."""
+    env, study = results["env"], results["study"]
+    first = study["train_length"]
+    seeds = len({row["seed"] for row in results["rows"]})
+    parts = [
+        f"# Extrapolation study, size {study['name']}",
+        f"Written by `python -m experiments.extrapolation.run` on {env['date']}: {env['device']}, {env['platform']}, "
+        f"Python {env['python']}, JAX {env['jax']}, commit {env['commit']}.",
+        f"Every scheme: {study['shape']}, {study['budget']}, {seeds} seed(s), text: {study['text']}. "
+        f"Trained on rows of {first} tokens; everything right of 1× is longer than anything seen in training.",
+        "## Passkey: share of keys found (all digits right)",
+        passkey_table(results),
+        "\n".join(f"- {line}" for line in findings(results)),
+        "![Passkey by length](figures/passkey.png)",
+        "![Passkey by length and depth](figures/passkey-depth.png)",
+        "## Perplexity of held-out text by position",
+        perplexity_table(results),
+        "![Perplexity by position](figures/perplexity.png)",
+        "## Learned priors",
+        "\n\n".join(f"![{path}](figures/{path})" for path in _prior_files(results)) or "No scheme learned a prior.",
+        "## Time",
+        time_table(results),
+        f"Total {duration(study['total_seconds'])} (text, tokenizer, training, evaluation, figures).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def passkey_table(results: dict[str, Any]) -> str:
+    """Schemes by lengths, pooled over seeds, with Wilson's 95 % interval."""
+    rows = [row for row in results["rows"] if row["benchmark"] == "passkey"]
+    trained = results["study"]["train_length"]
+    lengths = sorted({row["length"] for row in rows})
+    head = ["scheme", *(f"{short_number(n)} ({n // trained}×)" for n in lengths)]
+    body = []
+    for case, own in _by(rows, "case").items():
+        cells = [_pooled([row for row in own if row["length"] == n]) for n in lengths]
+        body.append([f"`{case}`", *cells])
+    return _table(head, body)
+
+
+def perplexity_table(results: dict[str, Any]) -> str:
+    """Schemes by windows of positions (1×, 2×, 4×, …), mean loss over seeds."""
+    rows = [row for row in results["rows"] if row["benchmark"] == "perplexity"]
+    trained = results["study"]["train_length"]
+    ends = [end for end in sorted({row["end"] for row in rows}) if (end // trained).bit_count() == 1]
+    head = ["scheme", *(f"to {short_number(end)} ({end // trained}×)" for end in ends)]
+    body = []
+    for case, own in _by(rows, "case").items():
+        losses = [np.mean([row["loss"] for row in own if row["end"] == end]) for end in ends]
+        body.append([f"`{case}`", *(f"{np.exp(loss):.2f}" for loss in losses)])
+    return _table(head, body)
+
+
+def time_table(results: dict[str, Any]) -> str:
+    """Parameters, final loss, speed and seconds per scheme, medians over seeds."""
+    rows = [row for row in results["rows"] if row["benchmark"] == "training"]
+    head = ["scheme", "parameters", "positional", "last loss", "tokens/s", "training", "evaluation"]
+    body = []
+    for case, own in _by(rows, "case").items():
+        middle = lambda name, own=own: statistics.median(row[name] or 0 for row in own)
+        body.append(
+            [
+                f"`{case}`",
+                f"{own[0]['parameters']:,}",
+                f"{own[0]['positional_parameters']:,}",
+                f"{middle('loss'):.3f}",
+                f"{middle('tokens_per_second'):,.0f}",
+                f"{middle('training_seconds'):.0f} s",
+                f"{middle('evaluation_seconds'):.0f} s",
+            ]
+        )
+    return _table(head, body)
+
+
+def findings(results: dict[str, Any]) -> list[str]:
+    """What the passkey numbers say, in words that hold whichever scheme wins."""
+    rows = [row for row in results["rows"] if row["benchmark"] == "passkey"]
+    trained = results["study"]["train_length"]
+    reach: dict[str, int] = {}
+    for case, own in _by(rows, "case").items():
+        reach[case] = 0
+        for length in sorted({row["length"] for row in own}):
+            if _accuracy([row for row in own if row["length"] == length]) < LEARNED:
+                break
+            reach[case] = length // trained
+    said = []
+    missing = [case for case, far in reach.items() if far == 0]
+    if missing:
+        said.append(f"Not learned at the training length (below {LEARNED:.0%} there): {_names(missing)}.")
+    for far in sorted({far for far in reach.values() if far}, reverse=True):
+        same = [case for case, own in reach.items() if own == far]
+        said.append(f"At least {LEARNED:.0%} of the keys up to {far}× the training length: {_names(same)}.")
+    return said
+
+
+def _pooled(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    hits, samples = sum(row["correct"] for row in rows), sum(row["samples"] for row in rows)
+    low, high = wilson(hits, samples)
+    return f"{hits / samples:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _accuracy(rows: list[Row]) -> float:
+    return sum(row["correct"] for row in rows) / sum(row["samples"] for row in rows)
+
+
+def _prior_files(results: dict[str, Any]) -> list[str]:
+    priors = [row for row in results["rows"] if row["benchmark"] == "prior" and row["parameters"]]
+    files = []
+    for case, own in _by(priors, "case").items():
+        name = re.sub(r"[^a-z0-9]+", "-", case.lower()).strip("-")
+        files.append(f"priors-{name}.png")
+        if any("bam/theta_beta" in row["parameters"] for row in own):
+            files.append(f"exponents-{name}.png")
+    return files
+
+
+def _names(cases: Sequence[str]) -> str:
+    return ", ".join(f"`{case}`" for case in cases)
+
+
+def _by(rows: Sequence[Row], key: str) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.extrapolation.report", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where results.json is")
+    path = write_report(parser.parse_args(argv).folder)
+    print(path)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"error: {error}")

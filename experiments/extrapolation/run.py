@@ -1,0 +1,183 @@
+"""Train every scheme under one budget, then test it far beyond its training length:
+
+    python -m experiments.extrapolation.run                      about 8 minutes on 2 CPU cores
+    python -m experiments.extrapolation.run --size gpu --seeds 3
+    python -m experiments.extrapolation.run --schemes rope bam+ssmax rope+ssmax train.steps=2000
+
+Results, report and figures go to --out (a new folder under runs/ by default), checkpoints to its cells/. Finished cells
+are kept: --resume continues the last study, or the one in --out, where it was stopped.
+"""
+
+import argparse
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bampath.config import Config
+from experiments.extrapolation.config import SIZES, Study
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/extrapolation")
+BEGIN, END = "<!-- results: written by --publish -->", "<!-- end of results -->"
+
+# JAX comes in with the functions that need it, so that help and refusals come at once.
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    study = study_of(options)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    for scheme in study.schemes:  # a wrong scheme or override fails here, before anything is made
+        study.config(scheme, options.first_seed)
+    out = folder_of(options)
+    results = run_study(study, seeds, out)
+    if options.publish:
+        publish(out, results)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.extrapolation.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration of all cells")
+    parser.add_argument("--size", choices=tuple(SIZES), default="cpu", help="which study (default cpu)")
+    parser.add_argument("--schemes", nargs="+", metavar="SPEC", help="positional schemes (default: the study's)")
+    parser.add_argument("--seeds", type=_positive, default=1, help="how many runs of each scheme (default 1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/extrapolation)")
+    parser.add_argument("--resume", action="store_true", help="continue the study in --out, or the last one")
+    parser.add_argument("--publish", action="store_true", help="copy results, report and figures beside this script")
+    options = parser.parse_args(argv)
+    if options.schemes:  # key=value after --schemes belongs to the configuration
+        is_override = [_is_override(word) for word in options.schemes]
+        options.overrides += [word for word, is_one in zip(options.schemes, is_override, strict=True) if is_one]
+        options.schemes = [word for word, is_one in zip(options.schemes, is_override, strict=True) if not is_one]
+    return options
+
+
+def study_of(options: argparse.Namespace) -> Study:
+    """The study of the command line."""
+    study = SIZES[options.size]
+    return replace(
+        study, schemes=tuple(options.schemes or study.schemes), overrides=(*study.overrides, *options.overrides)
+    )
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where the study goes. ValueError if that holds another run that is not to be continued."""
+    if options.resume and options.out is None:
+        earlier = sorted(path for path in RUNS.glob("*") if (path / "cells").is_dir())
+        if not earlier:
+            raise ValueError(f"there is no study under {RUNS} to resume")
+        return earlier[-1]
+    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if not options.resume and (out / "cells").exists():
+        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
+    return Path(out)
+
+
+def run_study(study: Study, seeds: Sequence[int], out: Path) -> dict[str, Any]:
+    """Run or read all cells, write results.json after each, then report.md and figures; returns the results."""
+    from bampath.evaluation.results import environment, write_results
+    from experiments.extrapolation.cells import Cell, run_cell
+    from experiments.extrapolation.display import Board
+    from experiments.extrapolation.report import findings, report, write_figures
+    from experiments.extrapolation.tokenizer import make_tokenizer
+
+    start, out = time.monotonic(), out.absolute()
+    config = study.config(study.schemes[0], seeds[0])
+    env = environment()
+    print(f"{out}\n{env['device']}, {env['platform']}, Python {env['python']}, JAX {env['jax']}, {env['date']}")
+    tokenizer = make_tokenizer(out / "tokenizer.json", config)
+    cells = [Cell(scheme, seed) for seed in seeds for scheme in study.schemes]
+    rows: list[dict[str, Any]] = []
+    facts = describe(study, config)
+    with Board(study, config.model.train_length, cells) as board:
+        for cell in cells:
+            own = run_cell(study, cell, out, tokenizer, board.watch(cell))
+            rows += own
+            board.finish(cell, own)
+            write_results(out / "results.json", env, rows, study={**facts, "total_seconds": _since(start)})
+    write_figures(out / "figures", {"study": facts, "rows": rows})
+    results = {"env": env, "study": {**facts, "total_seconds": _since(start)}, "rows": rows}
+    write_results(out / "results.json", env, rows, study=results["study"])
+    (out / "report.md").write_text(report(results), encoding="utf-8")
+    print(*findings(results), sep="\n")
+    print(f"report    {out / 'report.md'}\nfigures   {out / 'figures'}\ntotal     {_since(start):.0f} s")
+    for cell in cells[:1]:
+        print(f"inspect   python -m bampath.inspect {out / 'cells' / cell.slug / 'run'}")
+    return results
+
+
+def describe(study: Study, config: Config) -> dict[str, Any]:
+    """What a reader of the results must know of the study."""
+    model, data, train = config.model, config.data, config.train
+    tokens = train.steps * data.batch_size * data.sequence_length
+    return {
+        "name": study.name,
+        "schemes": list(study.schemes),
+        "train_length": model.train_length,
+        "overrides": list(study.overrides),
+        "shape": f"{model.layers} layers, dim {model.dim}, {model.heads} heads, MLP {model.mlp_dim}, "
+        f"vocabulary {model.vocab_size}",
+        "budget": f"{train.steps} steps of {data.batch_size} × {data.sequence_length} tokens ({tokens:,} in all), "
+        f"{data.retrieval.share:.0%} of the rows end in a passkey document",
+        "text": data.source,
+    }
+
+
+def publish(out: Path, results: dict[str, Any]) -> None:
+    """Copy results.json, report.md and figures beside this script, and write the numbers into the README."""
+    from experiments.extrapolation.report import findings, passkey_table, perplexity_table, time_table
+
+    shutil.rmtree(HERE / "figures", ignore_errors=True)
+    shutil.copytree(out / "figures", HERE / "figures")
+    for name in ("results.json", "report.md"):
+        shutil.copy(out / name, HERE / name)
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    env, total = results["env"], results["study"]["total_seconds"]
+    numbers = "\n\n".join(
+        [
+            f"Measured on {env['date'][:10]}: {env['device']}, {env['platform']}, JAX {env['jax']}, in {total:.0f} s.",
+            passkey_table(results),
+            "\n".join(f"- {line}" for line in findings(results)),
+            perplexity_table(results),
+            time_table(results),
+        ]
+    )
+    readme.write_text(f"{before}{BEGIN}\n\n{numbers}\n\n{END}{after}", encoding="utf-8")
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and "(" not in name
+
+
+def _since(start: float) -> float:
+    return round(time.monotonic() - start, 1)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; --resume continues with what is finished")
