@@ -45,22 +45,25 @@ def supports(call: Call) -> str | None:
 
 
 def _plan(call: Call, backward: bool) -> Plan:
-    """The plan of a pass. A prior goes into the tile if it can, else into a table, which needs default positions."""
+    """The plan of a pass. Raises Refused.
+
+    A prior comes as a table over distance where positions are the default ones and the gradient of the table fits in
+    VMEM: by the compiler's schedules that costs fewer cycles than two special functions per score. Otherwise it is
+    computed in the tile.
+    """
     plan = make_plan(call, backward)
     if call.prior is None:
         return plan
+    entries = plan.group * table.length(make_plan(call, True))
+    if not plan.positions and entries <= table.LONGEST:
+        return replace(plan, table=True)
     try:
         _program(make_plan(call, True), call.prior, True)
     except Refused as reason:
-        who = f"prior {call.prior.log_prior!r} cannot be computed in a TPU tile: {reason}"
-        if plan.positions:
-            raise Refused(f"{who}; its table over distance needs default positions") from None
-        if plan.group * table.length(plan) > table.LONGEST:
-            size = plan.group * table.length(plan)
-            raise Refused(
-                f"{who}; its table over distance, {size} = (T + S) · H / Hkv entries, is over {table.LONGEST}"
-            ) from None
-        return replace(plan, table=True)
+        why = "needs default positions" if plan.positions else f"has {entries} > {table.LONGEST} entries"
+        raise Refused(
+            f"prior {call.prior.log_prior!r} cannot be computed in a TPU tile, since {reason}, and its table {why}"
+        ) from None
     return plan
 
 
@@ -92,7 +95,7 @@ def _run(operands: Operands, grid: tuple[int, ...], body: Any, name: str) -> dic
             out_specs=[spec for _, spec in operands.outputs.values()],
             scratch_shapes=list(operands.scratch.values()),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+                dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
             ),
             interpret=interpret,
             name=name,
@@ -155,7 +158,9 @@ def _bounds(plan: Plan, integers: Array, block: int, default_first: int) -> Arra
     return jnp.stack(parts, axis=-1).reshape(-1)
 
 
-Index = Callable[..., tuple[Any, Any, Any, Any]]  # grid indices -> (batch, head, block of queries, block of keys)
+Index = Callable[
+    ..., tuple[Any, Any, Any, Any]
+]  # grid indices, heads first -> (batch, head, block of queries, block of keys)
 
 
 def _operands(plan: Plan, call: Call, program: Program | None, at: Index, saved: dict[str, Array]) -> Operands:
@@ -214,9 +219,9 @@ def _operands(plan: Plan, call: Call, program: Program | None, at: Index, saved:
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
     program = _program(plan, call.prior, derivatives=False)
-    at: Index = lambda b, h, i, step: (b, h, i, plan.key_block(i, step))
+    at: Index = lambda h, b, i, step: (b, h, i, plan.key_block(i, step))
     operands = _operands(plan, call, program, at, {})
-    spec = lambda rows: pl.BlockSpec((1, 1, rows, plan.block_q), lambda b, h, i, step: (b, h, 0, i))
+    spec = lambda rows: pl.BlockSpec((1, 1, rows, plan.block_q), lambda h, b, i, step: (b, h, 0, i))
     shape = lambda rows, dtype: jax.ShapeDtypeStruct((plan.batch, plan.heads, rows, plan.padded_queries), dtype)
     operands.outputs = {
         "o": (shape(plan.padded_v_dim, plan.dtype), spec(plan.padded_v_dim)),
@@ -227,7 +232,7 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         "total": pltpu.VMEM((1, plan.block_q), jnp.float32),
         "acc": pltpu.VMEM((plan.padded_v_dim, plan.block_q), jnp.float32),
     }
-    grid = (plan.batch, plan.heads, plan.q_blocks, plan.key_steps)
+    grid = (plan.heads, plan.batch, plan.q_blocks, plan.key_steps)
     out = _run(operands, grid, partial(kernels.forward, plan, program), "attention_forward")
     o = jnp.transpose(out["o"][:, :, : plan.v_dim, : plan.queries], (0, 3, 1, 2))
     return o, jnp.swapaxes(out["lse_out"][:, :, 0, : plan.queries], 1, 2)
@@ -238,28 +243,29 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
 
 def _gradient_outputs(plan: Plan, wanted: Wanted, program: Program | None, operands: Operands) -> None:
     float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    b, h, nk, bk = plan.batch, plan.heads, plan.k_blocks, plan.block_k
+    b, h, bk = plan.batch, plan.heads, plan.block_k
     if wanted.queries:
         heads, length = (plan.group, plan.padded_queries) if wanted.keys else (1, plan.block_q)
-        place = (lambda b, k, j, s: (b, k, 0, 0)) if wanted.keys else (lambda b, h, i, s: (b, h, 0, i))
+        place = (lambda k, b, j, s: (b, k, 0, 0)) if wanted.keys else (lambda h, b, i, s: (b, h, 0, i))
         for name, rows in {"dq": plan.padded_dim, **({"dsharpness": 1} if plan.sharpness else {})}.items():
             shape = float32(b, h, rows, plan.padded_queries)
             operands.outputs[name] = (shape, pl.BlockSpec((1, heads, rows, length), place))
     if not wanted.keys:
         return
     for name, rows in (("dk", plan.padded_dim), ("dv", plan.padded_v_dim)):
-        spec = pl.BlockSpec((1, 1, rows, bk), lambda b, k, j, s: (b, k, 0, j))
+        spec = pl.BlockSpec((1, 1, rows, bk), lambda k, b, j, s: (b, k, 0, j))
         operands.outputs[name] = (float32(b, plan.kv_heads, rows, plan.padded_keys), spec)
     head = lambda k, s: k * plan.group + lax.div(s, jnp.int32(plan.query_steps))
     if program is not None and len(program.outputs) > 1:
-        count = len(program.outputs) - 1
-        spec = pl.BlockSpec((1, 1, 1, count, 8, LANES), lambda b, k, j, s: (b, head(k, s), j, 0, 0, 0))
-        operands.outputs["dprior"] = (float32(b, h, nk, count, 8, LANES), spec)
+        sums = (len(program.outputs) - 1, 8, LANES)
+        spec = pl.BlockSpec((plan.group, *sums), lambda k, b, j, s: (k, 0, 0, 0))
+        operands.outputs["dprior"] = (float32(h, *sums), spec)
     if plan.table:
-        spec = pl.BlockSpec((1, plan.group, table.SUMS, table.length(plan)), lambda b, k, j, s: (b, k, 0, 0))
-        operands.outputs["dtable"] = (float32(b, h, table.SUMS, table.length(plan)), spec)
+        diagonals = (table.SUMS, table.length(plan))
+        spec = pl.BlockSpec((plan.group, *diagonals), lambda k, b, j, s: (k, 0, 0))
+        operands.outputs["dtable"] = (float32(h, *diagonals), spec)
     if plan.gates:
-        spec = pl.BlockSpec((1, 1, 1, bk), lambda b, k, j, s: (b, head(k, s), 0, j))
+        spec = pl.BlockSpec((1, 1, 1, bk), lambda k, b, j, s: (b, head(k, s), 0, j))
         operands.outputs["dk_gates"] = (float32(b, h, 1, plan.padded_keys), spec)
         operands.scratch["gate_sums"] = pltpu.VMEM((bk, LANES), jnp.float32)
 
@@ -268,17 +274,17 @@ def _backward_kernel(plan: Plan, call: Call, wanted: Wanted, saved: dict[str, Ar
     program = _program(plan, call.prior, derivatives=wanted.keys)
     if wanted.keys:
 
-        def at(b: Any, k: Any, j: Any, s: Any) -> tuple[Any, Any, Any, Any]:
+        def at(k: Any, b: Any, j: Any, s: Any) -> tuple[Any, Any, Any, Any]:
             steps = jnp.int32(plan.query_steps)
             return b, k * plan.group + lax.div(s, steps), plan.query_block(j, lax.rem(s, steps)), j
 
-        grid = (plan.batch, plan.kv_heads, plan.k_blocks, plan.group * plan.query_steps)
+        grid = (plan.kv_heads, plan.batch, plan.k_blocks, plan.group * plan.query_steps)
     else:
 
-        def at(b: Any, k: Any, j: Any, s: Any) -> tuple[Any, Any, Any, Any]:
+        def at(k: Any, b: Any, j: Any, s: Any) -> tuple[Any, Any, Any, Any]:
             return b, k, j, plan.key_block(j, s)
 
-        grid = (plan.batch, plan.heads, plan.q_blocks, plan.key_steps)
+        grid = (plan.heads, plan.batch, plan.q_blocks, plan.key_steps)
     operands = _operands(plan, call, program, at, saved)
     _gradient_outputs(plan, wanted, program, operands)
     name = "attention_backward" + ("_keys" if wanted.keys else "") + ("_queries" if wanted.queries else "")
@@ -312,7 +318,7 @@ def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> C
         prior = DistancePrior(params, call.prior.log_prior)
     elif call.prior is not None:
         leaves, tree = jax.tree.flatten(call.prior.params)
-        total = out["dprior"].sum((0, 2, 4, 5)) if leaves else None  # [H, parameters]
+        total = out["dprior"].sum((2, 3)) if leaves else None  # [H, parameters]
         grads = [total[:, n].astype(leaf.dtype) for n, leaf in enumerate(leaves)] if total is not None else []
         prior = DistancePrior(jax.tree.unflatten(tree, grads), call.prior.log_prior)
     if call.gates is not None:

@@ -210,12 +210,12 @@ def run_tile(tile: Tile, active: Any, body: Any) -> None:
     pl.when(every)(lambda: body(False))
 
 
-# ---- Forward: grid (batch, heads, blocks of queries, steps over keys) ----
+# ---- Forward: grid (heads, batch, blocks of queries, steps over keys) ----
 
 
 def forward(plan: Plan, program: Program | None, names: tuple[str, ...], *arguments: Any) -> None:
     refs = dict(zip(names, arguments, strict=True))
-    batch, head, i, step = (pl.program_id(n) for n in range(4))
+    head, batch, i, step = (pl.program_id(n) for n in range(4))
     first, last = plan.keys_of(i)
     tile = Tile(plan, program, refs, batch, head, i, first + step, backward=False)
     top, total, acc = refs["top"], refs["total"], refs["acc"]
@@ -249,9 +249,10 @@ def forward(plan: Plan, program: Program | None, names: tuple[str, ...], *argume
 
 
 # ---- Backward ----
-# by_keys:    grid (batch, key heads, blocks of keys, query heads of the group × steps over queries); dk, dv, gradients
-#             of the prior and of the keys' gates, and, where dq of a whole row fits in VMEM, dq and the sharpness too.
-# by_queries: grid (batch, heads, blocks of queries, steps over keys); dq and the sharpness.
+# By keys: grid (key heads, batch, blocks of keys, query heads of the group × steps over queries); dk, dv, gradients of
+# prior and key gates, and, where dq of a whole row fits in VMEM, dq and the sharpness too. What a prior gets is summed
+# over the batch as well, in buffers that stay for all of a key head.
+# By queries: grid (heads, batch, blocks of queries, steps over keys); dq and the sharpness.
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ class Wanted:
 
 def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[str, ...], *arguments: Any) -> None:
     refs = dict(zip(names, arguments, strict=True))
-    batch, head, outer, inner = (pl.program_id(n) for n in range(4))
+    head, batch, outer, inner = (pl.program_id(n) for n in range(4))
     if wanted.keys:
         member, step = lax.div(inner, jnp.int32(plan.query_steps)), lax.rem(inner, jnp.int32(plan.query_steps))
         first, last = plan.queries_of(outer)
@@ -276,7 +277,12 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
         member, i, j = jnp.int32(0), outer, first + inner
         active, start, finish = j <= last, inner == 0, None
     tile = Tile(plan, program, refs, batch, head, i, j, backward=True)
-    _clear(refs, start, inner == 0, (outer == 0) & (inner == 0) if wanted.keys else inner == 0)
+    whole_row = (outer == 0) & (inner == 0) if wanted.keys else inner == 0
+    begins = {("dq", "dsharpness"): whole_row, ("dk", "dv"): inner == 0, ("gate_sums",): start}
+    begins[("dprior", "dtable")] = whole_row & (batch == 0)
+    for sums, condition in begins.items():
+        if mine := [refs[name] for name in sums if name in refs]:
+            pl.when(condition)(functools.partial(_zero, mine))
     place = pl.ds(pl.multiple_of(i * plan.block_q, LANES), plan.block_q) if wanted.keys else slice(None)
     run_tile(tile, active, lambda masked: _gradients(tile, wanted, (member, place), masked))
     if finish is not None and plan.gates:
@@ -285,16 +291,6 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
         def _finish() -> None:
             sums = jnp.swapaxes(refs["gate_sums"][...], 0, 1)
             refs["dk_gates"][0, 0] = -jnp.sum(sums, axis=0, keepdims=True)
-
-
-def _clear(refs: Refs, start: Any, first_of_keys: Any, first_of_queries: Any) -> None:
-    """Zero the sums that begin at this step."""
-    groups = {"dq": first_of_queries, "dsharpness": first_of_queries, "dtable": first_of_queries}
-    groups |= {"dk": first_of_keys, "dv": first_of_keys, "dprior": start, "gate_sums": start}
-    for condition in (start, first_of_keys, first_of_queries):
-        mine = [refs[name] for name, when in groups.items() if when is condition and name in refs]
-        if mine:
-            pl.when(condition)(functools.partial(_zero, mine))
 
 
 def _zero(sums: list[Any]) -> None:
@@ -326,10 +322,10 @@ def _gradients(tile: Tile, wanted: Wanted, at: tuple[Any, Any], masked: bool) ->
     if wanted.keys and (slopes or plan.gates or plan.table):
         dbias = dcontent if plan.sharpen_prior else ds
         for n, slope in enumerate(slopes):
-            refs["dprior"][0, 0, 0, n] += fold(dbias * slope)
+            refs["dprior"][member, n] += fold(dbias * slope)
         if plan.table:
             start = pl.multiple_of(table.first_piece(plan, tile.i, tile.j) * table.piece(plan), LANES)
             stretch = pl.ds(start, plan.block_q + plan.block_k)
-            refs["dtable"][0, member, :, stretch] += table.diagonal_sums(plan, dbias)
+            refs["dtable"][member, :, stretch] += table.diagonal_sums(plan, dbias)
         if plan.gates:
             refs["gate_sums"][...] += fold_lanes(dbias)

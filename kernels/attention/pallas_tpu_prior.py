@@ -102,9 +102,16 @@ def _sign(x: Array) -> Array:
 
 
 def _evaluate(equations: list[Equation], env: dict[Value, Any]) -> None:
+    signs = {eqn.outputs[0]: eqn.inputs[0] for eqn in equations if eqn.primitive.name == "sign"}
     for eqn in equations:
         inputs = [env[x] if isinstance(x, Value) else x for x in eqn.inputs]
-        out = _sign(inputs[0]) if eqn.primitive.name == "sign" else eqn.primitive.bind(*inputs, **eqn.params)
+        out: Any
+        if eqn.primitive.name == "sign":
+            out = _sign(inputs[0])
+        elif eqn.primitive.name == "mul" and signs.get(eqn.inputs[1]) == eqn.inputs[0]:
+            out = jnp.abs(inputs[0])  # x · sign(x), one operation instead of five
+        else:
+            out = eqn.primitive.bind(*inputs, **eqn.params)
         env |= dict(zip(eqn.outputs, out if eqn.primitive.multiple_results else [out], strict=True))
 
 

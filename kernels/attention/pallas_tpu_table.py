@@ -52,8 +52,12 @@ def values(plan: Plan, params: Any) -> Array:
 def shear(plan: Plan, stretch: Array) -> Array:
     """[1, C + R] -> [C, R]: entry (c, r) is stretch[r − c + C − 1]."""
     width = plan.block_q + plan.block_k
-    rows = jnp.broadcast_to(stretch, (plan.block_k, width))
-    return pltpu.roll(rows, width - plan.block_k + 1, 1, stride=1, stride_axis=0)[:, : plan.block_q]
+    shift = width - plan.block_k + 1
+    rows = pltpu.roll(jnp.broadcast_to(stretch, (SUMS, width)), shift, 1, stride=1, stride_axis=0)
+    while rows.shape[0] < plan.block_k:  # the next rows are those rolled on by as many places
+        more = min(rows.shape[0], plan.block_k - rows.shape[0])
+        rows = jnp.concatenate([rows, pltpu.roll(rows[:more], rows.shape[0], 1)], axis=0)
+    return rows[:, : plan.block_q]
 
 
 def diagonal_sums(plan: Plan, x: Array) -> Array:
@@ -75,7 +79,6 @@ def diagonal_sums(plan: Plan, x: Array) -> Array:
 
 
 def collect(sums: Array) -> Array:
-    """Diagonal sums [B, H, 8, length] -> gradient of the table [H, 1, length]."""
-    total = sums.sum(0)
-    rows = [jnp.pad(total[:, s], ((0, 0), (SUMS - 1 - s, 0)))[:, : total.shape[2]] for s in range(SUMS)]
+    """Diagonal sums [H, 8, length] -> gradient of the table [H, 1, length]."""
+    rows = [jnp.pad(sums[:, s], ((0, 0), (SUMS - 1 - s, 0)))[:, : sums.shape[2]] for s in range(SUMS)]
     return sum(rows[1:], rows[0])[:, None, :]
