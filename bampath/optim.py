@@ -91,7 +91,8 @@ def muon_dimensions(roles: Any, axes: Any) -> Any:
 
     Muon is for maps between hidden states: role "matrix", not the embedding or the head. Attention weights keep their
     heads apart in storage but act as one matrix, [dim, (heads, head_dim)] in and [(heads, head_dim), dim] out, so every
-    axis on the far side of "embed" (or of a low rank) is merged. ValueError for a matrix of three or more axes that does not say so.
+    axis on the far side of "embed" (or of a low rank) is merged. ValueError for a matrix of three or more axes that
+    does not say so.
     """
     return jax.tree.map(_muon_axes, roles, axes, is_leaf=lambda node: isinstance(node, str))
 
