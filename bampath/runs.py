@@ -15,7 +15,7 @@ from bampath.checkpoint import CheckpointError
 from bampath.config import Config, from_json, to_json
 from bampath.data import Loader
 from bampath.overrides import flat
-from bampath.step import Declared, TrainState, init_state, optimizer_of
+from bampath.step import Declared, TrainState, device, init_state, optimizer_of
 
 CONFIG_NAME = "config.json"
 
@@ -37,7 +37,7 @@ class Start:
 def open_run(
     config: Config, run_dir: Path, declared: Declared, resume: bool, say: Callable[[str], None] = print
 ) -> Start:
-    """Make or open the folder of a run and write its configuration.
+    """Make or open the folder of a run; nothing in it changes yet.
 
     FileExistsError if the folder has something in it and `resume` is false. CheckpointError if its checkpoint is of a
     model with other arrays, ValueError if the configuration differs in what cannot change.
@@ -52,7 +52,6 @@ def open_run(
         _refuse_changes(config, saved_config(run_dir), declared, start, say)
     if resume:
         say(f"continuing after step {start.step}" if start.path else "no checkpoint to continue from: starting anew")
-    write_config(config, run_dir)
     return start
 
 
@@ -83,7 +82,8 @@ def first_state(config: Config, model: nn.Module, declared: Declared, loader: Lo
     params, rest = checkpoint.restore(start.path, like.params, saved_state(like))
     assert start.data is not None
     loader.restore(start.data)
-    return TrainState(jnp.int32(start.step), params, rest["optimizer"], rest["key"], jnp.bool_(True))
+    step, sound = jax.device_put((jnp.int32(start.step), jnp.bool_(True)), device())
+    return TrainState(step, params, rest["optimizer"], rest["key"], sound)
 
 
 def _last(run_dir: Path, say: Callable[[str], None]) -> Start:

@@ -90,7 +90,7 @@ def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransf
         state = optimizer.init(params)
         return TrainState(jnp.int32(0), params, state, jax.random.key_data(key), jnp.bool_(True))
 
-    return jax.jit(build)()
+    return jax.jit(build, out_shardings=device())()
 
 
 def batch_loss(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array | None = None) -> Mean:
@@ -175,7 +175,13 @@ def device_batch(config: Config, batch: dict[str, Any]) -> Batch:
     mark padding behind the text, which causality hides, so they are left out as well and kernels need not look at them.
     """
     names = ["tokens", "targets", "weights"] + (["segment_ids"] if config.data.document_mask else [])
-    return jax.device_put({name: batch[name] for name in names})
+    return jax.device_put({name: batch[name] for name in names}, device())
+
+
+def device() -> jax.sharding.Sharding:
+    """Where a run lives. Everything is put there explicitly: arrays that JAX placed by default make another program, so
+    that a resumed run would compile its step once more, and differently."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _init(model: nn.Module, key: Array) -> Any:

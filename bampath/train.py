@@ -96,13 +96,15 @@ def fit(
         print(startup.banner(config, declared, loader.source.tokenizer), file=out, flush=True)
         if evaluate is None and config.train.eval_every:
             evaluate = validation_loss(config, model, loader)
+        state = runs.first_state(config, model, declared, loader, found)
+        runs.write_config(config, run_dir)  # only now: whatever is refused, is refused before
         with (
             Progress(config.train.steps, out) as progress,
             Saver(run_dir, config.train.keep, config.train.keep_every) as saver,
             Writer(run_dir, found.step, config.train.tensorboard) as writer,
         ):
             run = _Run(config, model, declared, loader, saver, writer, progress, evaluate, found.elapsed)
-            return run.loop(runs.first_state(config, model, declared, loader, found), found.step, should_stop)
+            return run.loop(state, found.step, should_stop)
 
 
 def validation_loss(config: Config, model: nn.Module, loader: Loader) -> Evaluate:

@@ -1,0 +1,140 @@
+"""The loop: what it writes, refuses, resumes and keeps."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bampath import checkpoint, config
+from bampath.checkpoint import CheckpointError
+from bampath.metrics import read
+from bampath.train import NonFiniteError, fit
+from tests.train.small import small, text_file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of six steps: folder, configuration, result, what it printed. Programs are cached for the rest."""
+    home = tmp_path_factory.mktemp("train")
+    cfg = small(f"data.source={text_file(home)}", f"data.cache_dir={home / 'cache'}", "train.eval_every=3")
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    for name, value in {**CACHE, "jax_compilation_cache_dir": str(home / "programs")}.items():
+        jax.config.update(name, value)
+    out = io.StringIO()
+    yield home, cfg, fit(cfg, home / "run", out=out), out.getvalue()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+CACHE = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def losses(folder, kind="train"):
+    return {record["step"]: record["loss"] for record in read(folder / "metrics.jsonl") if record["kind"] == kind}
+
+
+def test_what_a_run_leaves_behind(run):
+    home, cfg, result, printed = run
+    assert result.step == 6
+    assert config.from_json((home / "run/config.json").read_text()) == cfg
+    assert sorted(losses(home / "run")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(losses(home / "run", "eval")) == [3, 6]
+    assert losses(home / "run")[6] < losses(home / "run")[1]
+    records = list(read(home / "run/metrics.jsonl"))
+    assert {"grad_norm", "lr", "tokens", "bam/theta_beta/min", "ssmax/scale/max"} <= set(records[-2])
+    assert records[-2]["tokens"] == 6 * 4 * 24
+    assert [path.name for path in checkpoint.steps(home / "run/checkpoints")] == ["00000004", "00000006"]
+    info = checkpoint.describe(home / "run")
+    assert (info.step, info.data["step"], info.tokenizer) == (6, 6, "bytes-259-v1")
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.read_params(home / "run"), result.params)
+    for text in (
+        "bam+ssmax in all 1 layers",
+        "causal, within documents",
+        "no MFU",
+        "259 of 272",
+        "step 6/6",
+    ):
+        assert text in printed
+
+
+def test_a_folder_in_use_is_refused_and_a_finished_run_stays_finished(run):
+    home, cfg, result, _ = run
+    with pytest.raises(FileExistsError, match="--resume"):
+        fit(cfg, home / "run", out=io.StringIO())
+    again = fit(cfg, home / "run", resume=True, out=io.StringIO())
+    assert again.step == 6
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
+
+
+def test_a_stopped_run_continues_bit_for_bit(run):
+    home, cfg, result, _ = run
+    calls = iter([False, False, True])
+    first = fit(cfg, home / "stopped", should_stop=lambda: next(calls), out=io.StringIO())
+    assert first.step == 3
+    assert checkpoint.describe(home / "stopped").step == 3
+    out = io.StringIO()
+    resumed = fit(cfg, home / "stopped", resume=True, out=out)
+    assert "continuing after step 3" in out.getvalue()
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, result.params)
+    assert losses(home / "stopped") == losses(home / "run")
+    assert losses(home / "stopped", "eval") == losses(home / "run", "eval")
+
+
+def test_resuming_as_another_model_is_refused_with_names(run):
+    home, cfg, *_ = run
+    for override, arrays, key in (
+        ("model.layers=2", r"layer_1/\S+ float32\[\S+\] is only in this model", "model.layers: saved 1, now 2"),
+        ("model.mlp_dim=64", r"mlp/\S+ is float32\[\S+ \S+ in the checkpoint", "model.mlp_dim: saved 32, now 64"),
+        ("model.position=rope", r"bam/theta_alpha float32\[2\] is only in the checkpoint", "model.position: saved"),
+        ("model.norm_eps=1e-6", "cannot continue as another model", "model.norm_eps: saved 1e-05, now 1e-06"),
+    ):
+        with pytest.raises(ValueError, match=arrays) as error:
+            fit(config.override(cfg, override), home / "run", resume=True, out=io.StringIO())
+        assert key in str(error.value)
+        assert isinstance(error.value, CheckpointError) == ("norm_eps" not in override)
+    other = config.override(cfg, "data.sequence_length=32", "model.train_length=24")
+    with pytest.raises(ValueError, match="sequence_length"):
+        fit(other, home / "run", resume=True, out=io.StringIO())
+    assert config.from_json((home / "run/config.json").read_text()) == cfg
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_sound_state(run):
+    """At lr = 1e17 the first update is finite and the forward pass after it is not."""
+    home, cfg, *_ = run
+    bad = config.override(cfg, "optim.lr=1e17", "train.save_every=0", "train.eval_every=0")
+    message = r"step 2: the loss is (nan|inf)[\s\S]*First bad parameter group: \w+"
+    with pytest.raises(NonFiniteError, match=message) as error:
+        fit(bad, home / "bad", out=io.StringIO())
+    assert "the state after step 1 is kept" in str(error.value)
+    info = checkpoint.describe(home / "bad")
+    assert (info.step, info.data["step"]) == (1, 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(checkpoint.read_params(info.path)))
+    assert list(losses(home / "bad")) == [1]
+
+
+def test_a_hook_of_ones_own_sees_the_parameters_of_its_step(run):
+    home, cfg, result, _ = run
+    seen = {}
+
+    def hook(now):
+        seen[now.step] = jax.tree.map(np.array, now.params)
+        return {"twice": 2.0 * now.step}
+
+    ended = fit(cfg, home / "hook", evaluate=hook, out=io.StringIO())
+    assert ended.evaluation == {"twice": 12.0}
+    assert sorted(seen) == [3, 6]
+    jax.tree.map(np.testing.assert_array_equal, seen[6], result.params)
+    lines = [json.loads(line) for line in (home / "hook/metrics.jsonl").read_text().splitlines()]
+    assert [line["twice"] for line in lines if line["kind"] == "eval"] == [6.0, 12.0]
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(run):
+    home, cfg, *_ = run
+    with pytest.raises(ValueError, match=r"259 ids, but model.vocab_size=256"):
+        fit(config.override(cfg, "model.vocab_size=256"), home / "vocabulary", out=io.StringIO())
