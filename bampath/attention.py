@@ -20,6 +20,7 @@ from bampath.positions.module import PositionalEncoding
 from bampath.positions.registry import Composition
 from bampath.positions.slots import Geometry, Slots, Tokens
 from kernels.attention.api import attention
+from kernels.path.api import path_attention
 
 Array = jax.Array
 
@@ -107,7 +108,8 @@ class Attention(nn.Module):
         if cache is None or view is None:
             o_BTHK = attend_row(slots, v, tokens, self.config.attention_impl)
         else:
-            o_BTHK, cache = attend_cache(slots, v, replace(cache, carry=carry), view, self.config.attention_impl)
+            cache = replace(cache, carry=carry or {})
+            o_BTHK, cache = attend_cache(slots, v, cache, view, self.config.attention_impl)
         return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), self.out.astype(x_BTD.dtype)), cache
 
     def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
@@ -134,8 +136,6 @@ def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | 
                 "PaTH carries keys from token to token of a row: it takes neither explicit positions nor a window "
                 f"(positions given: {tokens.custom}, window={slots.window})"
             )
-        from kernels.path.api import path_attention
-
         w, beta = slots.householder
         return path_attention(slots.q, slots.k, v, w, beta, scale_gates=slots.scale_gates, **common)
     positions = tokens.positions if tokens.custom else None
@@ -167,6 +167,44 @@ def attend_cache(
         kv_positions=view.slot_positions,
         window=slots.window,
         implementation=implementation,
+    )
+    return out, cache
+
+
+def _attend_carried(
+    slots: Slots, v: Array, cache: LayerCache, view: View, implementation: str | None
+) -> tuple[Array, LayerCache]:
+    """As `attend_cache`, for a scheme that carries keys: the cached keys move on to the last new token as well."""
+    if slots.window is not None or slots.householder is None:
+        raise ValueError(f"PaTH takes no window, got window={slots.window}")
+    from kernels.path.decode import path_extend
+
+    w, beta = slots.householder
+    out, past_k, k = path_extend(
+        slots.q,
+        slots.k,
+        v,
+        w,
+        beta,
+        past_k=cache.k,
+        past_v=cache.v,
+        past_log_gates=cache.log_gates,
+        past_positions=view.slot_positions,
+        past_segment_ids=view.past_ids,
+        positions=view.positions,
+        segment_ids=view.ids,
+        log_gates=slots.log_gates,
+        scale_gates=slots.scale_gates,
+        prior=slots.prior,
+        sharpness=slots.sharpness,
+        sharpen_prior=slots.sharpen_prior,
+        implementation=implementation,
+    )
+    cache = replace(
+        cache,
+        k=caches.write(past_k, k, view.start),
+        v=caches.write(cache.v, v, view.start),
+        log_gates=_write_gates(cache, slots, view),
     )
     return out, cache
 

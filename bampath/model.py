@@ -115,10 +115,10 @@ class LM(nn.Module):
         view = caches.look(cache, mask)
         row = RowTokens(positions=view.positions, ids=view.ids, packed=True, custom=False)
         x_BTD = self._embed(tokens, view.positions)
-        layers = []
+        layers: list[LayerCache] = []
         for layer, memory in zip(self.layer, cache.layers, strict=True):
             x_BTD, after = layer(x_BTD, row, memory, view)
-            layers.append(after)
+            layers.append(after)  # type: ignore[arg-type]  # a layer with a cache gives one back
         return self.final_norm(x_BTD), caches.advance(cache, view, tuple(layers))
 
     def logits(self, hidden: Array) -> Array:
