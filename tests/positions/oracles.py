@@ -63,6 +63,17 @@ def rope_matrix(position: int, frequencies: Array, layout: str) -> Array:
     return out
 
 
+def random_params(parts, geometry, seed: int = 0, spread: float = 1.0) -> dict:
+    """{part name: {name: float32 array}} of the right shapes, far from any special start (and without compiling)."""
+    rng = np.random.default_rng(seed)
+    shapes = {part.NAME: {n: p.shape for n, p in part.parameters(geometry).items()} for part in parts}
+    return {
+        part: {name: (spread * rng.normal(size=shape)).astype(np.float32) for name, shape in names.items()}
+        for part, names in shapes.items()
+        if names
+    }
+
+
 def softmax(z: Array) -> Array:
     e = np.exp(z - np.max(z, axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bampath.params import unbox
 from bampath.positions import Geometry, Tokens, parse
 from bampath.positions.module import PositionalEncoding
 from kernels.attention.api import attention
 from tests.helpers import central_difference, x64
+from tests.positions import oracles
 
 GEOMETRY = Geometry(dim=6, heads=2, kv_heads=1, head_dim=4, train_length=16)
 LENGTH = 11
@@ -62,8 +62,7 @@ def _loss(spec, params, dtype, implementation):
 def test_gradient_of_each_parameter(spec):
     rng = np.random.default_rng(4)
     composition = parse(spec).at(0)
-    start = composition.init_params(jax.random.key(0), GEOMETRY)
-    at = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) + 0.4 * rng.normal(size=leaf.shape), unbox(start))
+    at = jax.tree.map(np.float64, oracles.random_params(composition.parts, GEOMETRY, seed=4, spread=0.5))
     single = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), at)
     got = jax.jit(jax.grad(lambda p: _loss(spec, p, jnp.float32, "xla")))(single)
     with x64():

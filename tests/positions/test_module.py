@@ -11,6 +11,7 @@ from flax import linen as nn
 from bampath.params import axes, roles, unbox
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.module import InputEmbedding, PositionalEncoding, shared_modules
+from tests.positions import oracles
 from tests.positions.matrix import SPECS
 
 GEOMETRY = Geometry(dim=8, heads=4, kv_heads=2, head_dim=6, train_length=16)
@@ -18,10 +19,9 @@ LENGTH = 7
 
 
 def _inputs(dtype=jnp.float32, batch=2, length=LENGTH):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (batch, length, 4, 6), dtype)
-    k = jax.random.normal(keys[1], (batch, length, 2, 6), dtype)
-    x = jax.random.normal(keys[2], (batch, length, 8), dtype)
+    rng = np.random.default_rng(0)
+    shapes = [(batch, length, 4, 6), (batch, length, 2, 6), (batch, length, 8)]
+    q, k, x = (jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype) for shape in shapes)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], (batch, length))
     return q, k, Tokens(x, positions, positions + 1, jnp.zeros_like(positions))
 
@@ -32,7 +32,9 @@ def test_slots_and_parameters(spec):
     q, k, tokens = _inputs(jnp.bfloat16)
     for composition in parse(spec).layers:
         module = PositionalEncoding(composition, GEOMETRY)
-        boxed = jax.eval_shape(lambda m=module: m.init(jax.random.key(0), q, k, tokens, None))
+        (slots, carry), boxed = jax.eval_shape(
+            lambda m=module: m.init_with_output(jax.random.key(0), q, k, tokens, None)
+        )
         params = unbox(boxed).get("params", {})
         expected = {
             part.NAME: {name: p.shape for name, p in part.parameters(GEOMETRY).items()}
@@ -43,7 +45,6 @@ def test_slots_and_parameters(spec):
         for names, leaf in zip(jax.tree.leaves(axes(boxed), is_leaf=_is_axes), jax.tree.leaves(params), strict=True):
             assert len(names) == leaf.ndim
         assert set(jax.tree.leaves(roles(boxed))) <= {"prior", "sharpness", "matrix", "bias", "conv"}
-        slots, carry = jax.eval_shape(lambda p, m=module: m.apply({"params": p}, q, k, tokens, None), params)
         assert carry is None
         _check(slots, composition)
 
@@ -113,8 +114,7 @@ def test_log_prior_is_what_attention_gets():
     """The dense form and the slot agree on every pair, for the sum of several priors with learned values."""
     q, k, tokens = _inputs()
     composition = parse("alibi+bam(mu=trainable)+t5(scope=layer)").at(0)
-    params = composition.init_params(jax.random.key(3), GEOMETRY)
-    params["bam"] = {name: value + 0.3 for name, value in params["bam"].items()}
+    params = oracles.random_params(composition.parts, GEOMETRY)
     slots, _ = PositionalEncoding(composition, GEOMETRY).apply({"params": params}, q, k, tokens, None)
     dense = composition.log_prior(params, jnp.arange(4), jnp.arange(6))
     for h, i, j in np.ndindex(4, 4, 6):
@@ -204,7 +204,7 @@ def test_pieces_with_state_equal_the_whole(spec):
     q, k, tokens = _inputs()
     composition = parse(spec).at(0)
     module = PositionalEncoding(composition, GEOMETRY)
-    params = jax.tree.map(lambda leaf: leaf + 0.2, composition.init_params(jax.random.key(2), GEOMETRY))
+    params = oracles.random_params(composition.parts, GEOMETRY)
     run = jax.jit(functools.partial(module.apply, {"params": params}))
     whole, _ = run(q, k, tokens, None)
     carry, pieces, start = composition.init_carry(GEOMETRY, 2, jnp.float32), [], 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.conv import empty_conv, short_conv
 from bampath.positions.path import unit
+from tests.positions import oracles
 
 GEOMETRY = Geometry(dim=6, heads=4, kv_heads=2, head_dim=4, train_length=64)
 OPTIONS = [
@@ -28,9 +29,7 @@ OPTIONS = [
 
 def _params(spec, seed=0):
     """Parameters large enough that every part of the formula shows."""
-    rng = np.random.default_rng(seed)
-    shapes = {name: p.shape for name, p in parse(spec).at(0).parts[0].parameters(GEOMETRY).items()}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return oracles.random_params(parse(spec).at(0).parts, GEOMETRY, seed)["path"]
 
 
 def _tokens(x, ids=None, positions=None):
