@@ -3,11 +3,12 @@
 A span is a run of consecutive tokens, summarised by what the rest of the row needs to know about it (`Span`). Two
 neighbouring spans join into one (`_join`), and joining is associative, so a row can be cut anywhere and joined in any
 order. `block_span` summarises a short block at once with the UT transform of PaTH (arXiv 2505.16381, section 3.2; in
-matrix form in Yang et al., arXiv 2406.06484): one triangular solve and three products. `span` joins such blocks pairwise.
+matrix form in Yang et al., arXiv 2406.06484): one triangular inverse and a few products. `span` joins such blocks
+pairwise.
 
 A transition H_t = I − beta_t w_t w_tᵀ may be singular (beta = 1), so nothing here ever undoes one. Everything runs in
-float32 (float64 for float64 inputs) at the highest matmul precision, whatever the type of q and k: an inverse in 16 bits
-diverges for repeated tokens with beta near 2.
+float32 (float64 for float64 inputs) at the highest matmul precision, whatever the type of q and k: an inverse in 16
+bits diverges for repeated tokens with beta near 2.
 
 Shape names: … leading axes (batch, key heads), G query heads per key head, L tokens of a span, D head_dim.
 """
@@ -47,6 +48,12 @@ def transpose(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
 
 
+def _stack(a: Array, c: Array, b: Array) -> Array:
+    """[[a, 0], [c, b]]."""
+    top = jnp.concatenate([a, jnp.zeros_like(a)], -1)
+    return jnp.concatenate([top, jnp.concatenate([c, b], -1)], -2)
+
+
 # ---- (I + L)⁻¹ ----
 
 
@@ -62,73 +69,68 @@ def _substitute(lower: Array) -> Array:
     return jnp.moveaxis(lax.fori_loop(0, size, row, jnp.zeros_like(rows)), -1, 0).reshape(lower.shape)
 
 
-def unit_lower_inverse(lower: Array) -> Array:
-    """(I + lower)⁻¹ of strictly lower triangular [..., n, n], n ≤ BASE or even at every halving down to BASE.
-
-    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], recursively. Not lax.linalg.triangular_solve: on CPU that calls a
-    threaded BLAS from inside XLA's thread pool, which can deadlock.
-    """
+def _inverse(lower: Array) -> Array:
     size = lower.shape[-1]
     if size <= BASE:
         return _substitute(lower)
     half = size // 2
-    inverses = unit_lower_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]], -3))
+    inverses = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]], -3))
     a, b = inverses[..., 0, :, :], inverses[..., 1, :, :]
-    c = -matmul(b, matmul(lower[..., half:, :half], a))
-    top = jnp.concatenate([a, jnp.zeros_like(a)], -1)
-    return jnp.concatenate([top, jnp.concatenate([c, b], -1)], -2)
+    return _stack(a, -matmul(b, matmul(lower[..., half:, :half], a)), b)
 
 
 @jax.custom_vjp
-def unit_lower_solve(lower: Array, rhs: Array) -> Array:
-    """y of (I + lower) y = rhs; lower [..., n, n] strictly lower triangular, rhs [..., n, m]."""
-    return matmul(unit_lower_inverse(lower), rhs)
+def unit_lower_inverse(lower: Array) -> Array:
+    """(I + lower)⁻¹ of strictly lower triangular [..., n, n], n ≤ BASE or even at every halving down to BASE.
+
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], recursively. Not lax.linalg.triangular_solve: on CPU that
+    calls a threaded BLAS from inside XLA's thread pool, which can deadlock.
+    """
+    return _inverse(lower)
 
 
-def _solve_fwd(lower: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    inverse = unit_lower_inverse(lower)
-    y = matmul(inverse, rhs)
-    return y, (inverse, y)
+def _inverse_fwd(lower: Array) -> tuple[Array, Array]:
+    inverse = _inverse(lower)
+    return inverse, inverse
 
 
-def _solve_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    inverse, y = saved
-    drhs = matmul(transpose(inverse), dy)
-    return -matmul(drhs, transpose(y)), drhs  # the caller's mask keeps the strictly lower part of the first
+def _inverse_bwd(inverse: Array, grad: Array) -> tuple[Array]:
+    flipped = transpose(inverse)
+    return (-matmul(flipped, matmul(grad, flipped)),)  # what lies outside the strict triangle belongs to no input
 
 
-unit_lower_solve.defvjp(_solve_fwd, _solve_bwd)
+unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 # ---- Blocks and joins ----
 
 
+def _lower(x: Array, offset: int = 0) -> Array:
+    """x [..., n, n] with zeros above its diagonal number −offset."""
+    row, col = jnp.arange(x.shape[-2])[:, None], jnp.arange(x.shape[-1])[None, :]
+    return jnp.where(jnp.expand_dims(row >= col + offset, range(x.ndim - 2)), x, 0)
+
+
 def block_span(q: Array, k: Array, w: Array, beta: Array) -> Span:
     """One span per block: q [..., G, L, D], k, w [..., L, D], beta [..., L], all float32 (or all float64).
 
-    With W, K, Q the rows of the block, L = stril(diag(beta) W Wᵀ), F = stril(W Kᵀ), E = tril(Q Wᵀ):
-        Y = (I + L)⁻¹ diag(beta) [W | F]
-        [q at the left edge | scores] = [Q | Q Kᵀ] − E Y
-        [m ; k at the right edge] = [I ; K] − Yᵀ W
+    With Q, K, W the rows of the block and "tril" with its diagonal, "stril" without:
+        T = (I + stril(diag(beta) W Wᵀ))⁻¹ diag(beta),   U = T W,   Z = T stril(W Kᵀ),   E = tril(Q Wᵀ)
+        q at the left edge = Q − E U,  scores = Q Kᵀ − E Z,  k at the right edge = K − Zᵀ W,  m = I − Uᵀ W
     """
     *lead, groups, length, dim = q.shape
-    rows = jnp.concatenate([w[..., None, :, :], q], -3).reshape(*lead, (groups + 1) * length, dim)
-    products = matmul(rows, transpose(jnp.concatenate([w, k], -2))).reshape(*lead, groups + 1, length, 2 * length)
-    index = jnp.arange(length)
-    below = jnp.expand_dims(index[:, None] > index[None, :], range(len(lead)))
-    upto = jnp.expand_dims(index[:, None] >= index[None, :], range(len(lead) + 1))
-    ww = jnp.where(below, products[..., 0, :, :length], 0)
-    wk = jnp.where(below, products[..., 0, :, length:], 0)
-    qw = jnp.where(upto, products[..., 1:, :, :length], 0).reshape(*lead, groups * length, length)
-    qk = products[..., 1:, :, length:].reshape(*lead, groups * length, length)
-
-    scaled = beta[..., None]
-    y = unit_lower_solve(scaled * ww, scaled * jnp.concatenate([w, wk], -1))
-    moved = jnp.concatenate([q.reshape(*lead, groups * length, dim), qk], -1) - matmul(qw, y)
-    eye = jnp.broadcast_to(jnp.eye(dim, dtype=k.dtype), (*lead, dim, dim))
-    edge = jnp.concatenate([eye, k], -2) - matmul(transpose(y), w)
-    scores = moved[..., dim:].reshape(*lead, groups, length, length)
-    return Span(scores, moved[..., :dim].reshape(q.shape), edge[..., dim:, :], edge[..., :dim, :])
+    flat = q.reshape(*lead, groups * length, dim)
+    inverse = unit_lower_inverse(_lower(beta[..., None] * matmul(w, transpose(w)), 1)) * beta[..., None, :]
+    u, z = matmul(inverse, w), matmul(inverse, _lower(matmul(w, transpose(k)), 1))
+    qw = _lower(matmul(flat, transpose(w)).reshape(*lead, groups, length, length)).reshape(*flat.shape[:-1], length)
+    scores = matmul(flat, transpose(k)) - matmul(qw, z)
+    eye = jnp.expand_dims(jnp.eye(dim, dtype=k.dtype), range(len(lead)))
+    return Span(
+        scores.reshape(*lead, groups, length, length),
+        (flat - matmul(qw, u)).reshape(q.shape),
+        k - matmul(transpose(z), w),
+        eye - matmul(transpose(u), w),
+    )
 
 
 def _pairs(x: Array, axis: int) -> tuple[Array, Array]:
@@ -138,34 +140,27 @@ def _pairs(x: Array, axis: int) -> tuple[Array, Array]:
     return lax.index_in_dim(x, 0, axis + 1, keepdims=False), lax.index_in_dim(x, 1, axis + 1, keepdims=False)
 
 
-def _stack_scores(left: Array, corner: Array, right: Array) -> Array:
-    """[[left, 0], [corner, right]]."""
-    top = jnp.concatenate([left, jnp.zeros_like(left)], -1)
-    return jnp.concatenate([top, jnp.concatenate([corner, right], -1)], -2)
+def _meet(q_right: Array, x: Array) -> Array:
+    """q [..., G, L, D] times x [..., D, n] -> [..., G, L, n]."""
+    *lead, groups, length, dim = q_right.shape
+    return matmul(q_right.reshape(*lead, groups * length, dim), x).reshape(*lead, groups, length, x.shape[-1])
 
 
 def _join(spans: Span) -> Span:
     """Join neighbours: the spans lie along the axis before the ones that `Span` names; half as many come back."""
-    (left, right), (q_left, q_right) = _pairs(spans.scores, -4), _pairs(spans.q, -4)
-    (k_left, k_right), (m_left, m_right) = _pairs(spans.k, -3), _pairs(spans.m, -3)
-    *lead, groups, length, dim = q_right.shape
-    meet = jnp.concatenate([transpose(k_left), transpose(m_left)], -1)
-    met = matmul(q_right.reshape(*lead, groups * length, dim), meet).reshape(*lead, groups, length, length + dim)
-    carried = matmul(jnp.concatenate([k_left, m_left], -2), m_right)
+    (q_left, q_right), (k_left, k_right) = _pairs(spans.q, -4), _pairs(spans.k, -3)
+    m_left, m_right = _pairs(spans.m, -3)
     return Span(
-        _stack_scores(left, met[..., :length], right),
-        jnp.concatenate([q_left, met[..., length:]], -2),
-        jnp.concatenate([carried[..., :length, :], k_right], -2),
-        carried[..., length:, :],
+        _join_scores(spans),
+        jnp.concatenate([q_left, _meet(q_right, transpose(m_left))], -2),
+        jnp.concatenate([matmul(k_left, m_right), k_right], -2),
+        matmul(m_left, m_right),
     )
 
 
-def _last_scores(spans: Span) -> Array:
-    """The scores of the join of two spans, without the rest."""
+def _join_scores(spans: Span) -> Array:
     (left, right), (_, q_right), (k_left, _) = _pairs(spans.scores, -4), _pairs(spans.q, -4), _pairs(spans.k, -3)
-    *lead, groups, length, dim = q_right.shape
-    corner = matmul(q_right.reshape(*lead, groups * length, dim), transpose(k_left))
-    return _stack_scores(left, corner.reshape(*lead, groups, length, length), right)[..., 0, :, :, :]
+    return _stack(left, _meet(q_right, transpose(k_left)), right)
 
 
 def _blocks(q: Array, k: Array, w: Array, beta: Array, block: int) -> Span:
@@ -185,17 +180,14 @@ def span(q: Array, k: Array, w: Array, beta: Array, block: int) -> Span:
     spans = _blocks(q, k, w, beta, block)
     while spans.m.shape[-3] > 1:
         spans = _join(spans)
-    return Span(*(lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in zip(spans, _SPAN_AXIS, strict=True)))
-
-
-_SPAN_AXIS = (-4, -4, -3, -3)
+    first = lambda x, axis: lax.index_in_dim(x, 0, axis, keepdims=False)
+    return Span(first(spans.scores, -4), first(spans.q, -4), first(spans.k, -3), first(spans.m, -3))
 
 
 def span_scores(q: Array, k: Array, w: Array, beta: Array, block: int) -> Array:
     """Only the scores [..., G, L, L] of `span`."""
     spans = _blocks(q, k, w, beta, block)
-    if spans.m.shape[-3] == 1:
-        return spans.scores[..., 0, :, :, :]
     while spans.m.shape[-3] > 2:
         spans = _join(spans)
-    return _last_scores(spans)
+    scores = spans.scores if spans.m.shape[-3] == 1 else _join_scores(spans)
+    return lax.index_in_dim(scores, 0, -4, keepdims=False)

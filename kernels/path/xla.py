@@ -22,10 +22,10 @@ Memory besides inputs, outputs and their gradients, in units of T·D float32 per
 superblocks of S): forward 3 + 2 G (the laid-out rows and k̂), backward 9 + 6 G; plus N D² for each of r, m, dm and a few
 tiles S². None grows faster than T. The prior is a table over the T distances of the row, T float32 per head.
 
-Shape names: N superblocks, B batch, K key heads, G query heads per key head, S tokens of a superblock.
+Shape names: N superblocks, B batch, H query heads, K key heads, S tokens of a superblock.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,9 +35,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels.attention.tiles import _skew, batch_sum
-from kernels.attention.xla import _vary_together
 from kernels.path.call import PathCall
+from kernels.path import tiles
 from kernels.path.plan import Plan, check_plan, choose_plan
 from kernels.path.transport import Span, matmul, span, span_scores, transpose
 
@@ -53,20 +52,24 @@ def supports(call: PathCall) -> str | None:
 class Rows(NamedTuple):
     """The call in float32, one leading entry per superblock (absent inside a loop over them)."""
 
-    q: Array  # [N, B, K, G, S, D], times scale and sharpness
+    q: Array  # [N, B, H, S, D], times scale and sharpness
     k: Array  # [N, B, K, S, D]
     v: Array  # [N, B, K, S, Dv]
     w: Array  # [N, B, K, S, D], zero past the end of the row
     beta: Array  # [N, B, K, S]
-    hi: Array | None  # [N, B, K, G, S] gate sums
+    hi: Array | None  # [N, B, H, S] gate sums
     lo: Array | None
-    rho: Array | None  # [N, B, K, G, S]: factor of prior and gates, if sharpened
+    rho: Array | None  # [N, B, H, S]: factor of prior and gates, if sharpened
     q_ids: Array | None  # [N, B, S]
     k_ids: Array | None
 
+    @property
+    def transported(self) -> tuple[Array, ...]:
+        return self.q, self.k, self.w, self.beta
+
 
 class Saved(NamedTuple):
-    """What the backward pass knows of a superblock's rows, [N, B, K, G, S, Dv or 1]."""
+    """What the backward pass knows of a superblock's rows, [N, B, H, S, Dv or 1]."""
 
     do: Array
     delta: Array  # Σ do·o
@@ -75,48 +78,46 @@ class Saved(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Gradients of what is added to the scores, rows as [B, K, G, S]; None where the call has none."""
+    """Gradients of what is added to the scores, rows as [B, H, S]; None where the call has none."""
 
     row_hi: Array | None
     col_hi: Array | None
     rho: Array | None
-    table: Array | None  # [K, G, 2 S − 1]
+    table: Array | None  # [H, 2 S − 1]
 
 
 # ---- Layout ----
 
 
-def _cut(x: Array, plan: Plan, kv_heads: int | None = None) -> Array:
-    """[B, T, ...] -> [N, B, S, ...]; with heads at axis 2, [B, T, H, ...] -> [N, B, K, G, S, ...]."""
+def _cut(x: Array, plan: Plan) -> Array:
+    """[B, T, ...] -> [N, B, S, ...]."""
     x = jnp.pad(x, [(0, 0), (0, plan.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-    x = jnp.moveaxis(x.reshape(x.shape[0], plan.count, plan.size, *x.shape[2:]), 1, 0)
-    if kv_heads is None:
-        return x
-    x = x.reshape(*x.shape[:3], kv_heads, x.shape[3] // kv_heads, *x.shape[4:])
-    return jnp.moveaxis(x, 2, 4)
+    return jnp.moveaxis(x.reshape(x.shape[0], plan.count, plan.size, *x.shape[2:]), 1, 0)
+
+
+def _cut_heads(x: Array, plan: Plan) -> Array:
+    """[B, T, H, ...] -> [N, B, H, S, ...]."""
+    return jnp.moveaxis(_cut(x, plan), 2, 3)
 
 
 def _uncut(x: Array, length: int) -> Array:
-    """[N, B, K, G, S, ...] -> [B, T, H, ...]."""
-    x = jnp.moveaxis(jnp.moveaxis(x, 4, 2), 0, 1)
-    x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3] * x.shape[4], *x.shape[5:])
-    return x[:, :length]
+    """[N, B, H, S, ...] -> [B, T, H, ...]."""
+    x = jnp.moveaxis(jnp.moveaxis(x, 3, 2), 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
 def _lay_out(plan: Plan, call: PathCall) -> Rows:
-    kv_heads, wide = call.k.shape[2], call.wide
-    heads = lambda x: None if x is None else _cut(x.astype(wide), plan, kv_heads)
-    keys = lambda x: jnp.squeeze(_cut(x.astype(wide), plan, kv_heads), 3)
+    heads = lambda x: None if x is None else _cut_heads(x.astype(call.wide), plan)
     ids = lambda pad: None if call.segments is None else _cut(jnp.where(call.segments < 0, pad, call.segments), plan)
     factor = call.scale if call.sharpness is None else call.scale * call.sharpness[..., None]
     hi, lo = (None, None) if call.gates is None else call.gates
     biased = call.prior is not None or call.gates is not None
     return Rows(
-        q=heads(call.q.astype(wide) * factor),
-        k=keys(call.k),
-        v=keys(call.v),
-        w=keys(call.w),
-        beta=keys(call.beta),
+        q=heads(call.q.astype(call.wide) * factor),
+        k=heads(call.k),
+        v=heads(call.v),
+        w=heads(call.w),
+        beta=heads(call.beta),
         hi=heads(hi),
         lo=heads(lo),
         rho=heads(call.sharpness) if call.sharpen_prior and biased else None,
@@ -126,26 +127,13 @@ def _lay_out(plan: Plan, call: PathCall) -> Rows:
 
 
 def _prior_table(plan: Plan, call: PathCall) -> Array | None:
-    """log_prior at d = 1 − N S … S − 1 as [K, G, N S + S − 1]; what no pair of the row needs is filled from d = −1."""
+    """log_prior at d = 1 − N S … S − 1 as [H, N S + S − 1]; what no pair of the row needs is filled from d = −1."""
     if call.prior is None:
         return None
-    length, kv_heads = call.q.shape[1], call.k.shape[2]
+    length = call.q.shape[1]
     d = jnp.arange(1 - plan.length, plan.size, dtype=jnp.int32)
     d = jnp.where((d > 0) | (d <= -length), -1, d)
-    table = jax.vmap(call.prior.log_prior, in_axes=(0, None))(call.prior.params, d).astype(call.wide)
-    return table.reshape(kv_heads, -1, d.shape[0])
-
-
-def _at(tree: Any, index: Array) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
-
-
-def _add_at(x: Array, index: Array, part: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, _at(x, index) + part, index, 0)
-
-
-def _zeros(like: Array, shape: tuple[int, ...], fill: float = 0) -> Array:
-    return lax.full_like(like, fill, shape=shape)  # and not jnp.zeros: under shard_map it varies over the same axes
+    return jax.vmap(call.prior.log_prior, in_axes=(0, None))(call.prior.params, d).astype(call.wide)
 
 
 # ---- One tile: rows of superblock a, columns of superblock c ----
@@ -154,12 +142,12 @@ def _zeros(like: Array, shape: tuple[int, ...], fill: float = 0) -> Array:
 class Bias(NamedTuple):
     """What is added to the scores of a tile."""
 
-    total: Array | None  # [B or 1, K, G, S, S]
+    total: Array | None  # [B or 1, H, S, S]
     plain: Array | None  # the same without the sharpness
 
 
 def _diagonals(plan: Plan, table: Array | None, steps: Array | int) -> Array | None:
-    """The prior of the diagonals of a tile that is `steps` superblocks left of the main diagonal, [K, G, 2 S − 1]."""
+    """The prior of the diagonals of a tile that is `steps` superblocks left of the main diagonal, [H, 2 S − 1]."""
     if table is None:
         return None
     return lax.dynamic_slice_in_dim(table, (plan.count - 1 - steps) * plan.size, 2 * plan.size - 1, axis=-1)
@@ -168,8 +156,7 @@ def _diagonals(plan: Plan, table: Array | None, steps: Array | int) -> Array | N
 def _bias(diagonals: Array | None, row: Rows, col: Rows) -> Bias:
     plain = None
     if diagonals is not None:
-        size = (diagonals.shape[-1] + 1) // 2
-        plain = lax.optimization_barrier(_skew(diagonals, size, size)[None])  # once, not in every batch row
+        plain = lax.optimization_barrier(tiles.toeplitz(diagonals)[None])  # once, not in every batch row
     if row.hi is not None and row.lo is not None and col.hi is not None and col.lo is not None:
         gate = (row.hi[..., :, None] - col.hi[..., None, :]) + (row.lo[..., :, None] - col.lo[..., None, :])
         plain = gate if plain is None else plain + gate
@@ -179,13 +166,13 @@ def _bias(diagonals: Array | None, row: Rows, col: Rows) -> Bias:
 
 
 def _seen(row: Rows, col: Rows, own: bool) -> Array | None:
-    """Who sees whom, [B or 1, 1, 1, S, S]; None if everybody sees everybody. `own`: the tile on the diagonal."""
+    """Who sees whom, [B or 1, 1, S, S]; None if everybody sees everybody. `own`: the tile on the diagonal."""
     seen = None
     if row.q_ids is not None and col.k_ids is not None:
-        seen = (row.q_ids[:, :, None] == col.k_ids[:, None, :])[:, None, None]
+        seen = (row.q_ids[:, :, None] == col.k_ids[:, None, :])[:, None]
     if own:
         index = jnp.arange(row.q.shape[-2])
-        causal = (index[:, None] >= index[None, :])[None, None, None]
+        causal = (index[:, None] >= index[None, :])[None, None]
         seen = causal if seen is None else seen & causal
     return seen
 
@@ -196,16 +183,26 @@ def _logits(scores: Array, bias: Bias, seen: Array | None) -> Array:
 
 
 def _dot(x: Array, y: Array, precision: Any) -> Array:
-    """x [B, K, G, S, a] times y [B, K, a, b] -> [B, K, G, S, b]."""
-    *lead, groups, size, inner = x.shape
-    out = jnp.matmul(x.reshape(*lead, groups * size, inner), y, precision=precision)
-    return out.reshape(*lead, groups, size, y.shape[-1])
+    """x [B, H, S, a] times y [B, K, a, b] of its key head -> [B, H, S, b]."""
+    rows = x.reshape(*y.shape[:2], -1, x.shape[-1])
+    return jnp.matmul(rows, y, precision=precision).reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _cols(x: Array, y: Array, precision: Any) -> Array:
-    """xᵀ y summed over query heads and rows: x [B, K, G, S, a], y [B, K, G, S, b] -> [B, K, a, b]."""
-    flat = lambda z: z.reshape(*z.shape[:2], z.shape[2] * z.shape[3], z.shape[4])
-    return jnp.matmul(transpose(flat(x)), flat(y), precision=precision)
+def _cols(x: Array, y: Array, kv_heads: int, precision: Any) -> Array:
+    """xᵀ y summed over rows and the query heads of a key head: x [B, H, S, a], y [B, H, S, b] -> [B, K, a, b]."""
+    rows = lambda z: z.reshape(z.shape[0], kv_heads, -1, z.shape[-1])
+    return jnp.matmul(transpose(rows(x)), rows(y), precision=precision)
+
+
+def _span(rows: Sequence[Array], block: int, scores_only: bool) -> Any:
+    """`transport.span` of (q [B, H, S, D], k, w [B, K, S, D], beta [B, K, S]), its scores and q as [B, H, S, ·]."""
+    q, k, w, beta = rows
+    heads_of = lambda x: x.reshape(*q.shape[:2], *x.shape[3:])
+    grouped = q.reshape(*k.shape[:2], -1, *q.shape[2:])
+    if scores_only:
+        return heads_of(span_scores(grouped, k, w, beta, block))
+    out = span(grouped, k, w, beta, block)
+    return out._replace(scores=heads_of(out.scores), q=heads_of(out.q))
 
 
 def _precision(call: PathCall) -> Any:
@@ -239,12 +236,12 @@ def _finish(state: tuple[Array, Array, Array]) -> tuple[Array, Array]:
 
 def _absorb(state: Any, logits: Array, v: Array, precision: Any) -> tuple[Array, Array, Array]:
     """Online softmax over one more tile; `state` is None before the first."""
-    top = logits.max(-1)
+    top = tiles.row_max(logits)
     if state is not None:
         top = jnp.maximum(state[0], top)
     base = jnp.where(top == -jnp.inf, 0, top)
     p = jnp.exp(logits - base[..., None])
-    total, acc = p.sum(-1), _dot(p, v, precision)
+    total, acc = tiles.row_sum(p), _dot(p, v, precision)
     if state is not None:
         shrink = jnp.exp(state[0] - base)
         total, acc = shrink * state[1] + total, shrink[..., None] * state[2] + acc
@@ -272,19 +269,19 @@ def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Ar
     first = _first_visible(rows)
 
     def alone(row: Rows) -> tuple[Array, Array]:
-        scores = span_scores(row.q, row.k, row.w, row.beta, plan.block)
+        scores = _span(row.transported, plan.block, True)
         bias = _bias(_diagonals(plan, table, 0), row, row)
         return _finish(_absorb(None, _logits(scores, bias, _seen(row, row, own=True)), row.v, precision))
 
     def step(carry: tuple[Array, Array], x: tuple[Array, Rows]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (keys, r), (a, row) = carry, x
-        own = span(row.q, row.k, row.w, row.beta, plan.block)
+        own = _span(row.transported, plan.block, False)
         bias = _bias(_diagonals(plan, table, 0), row, row)
         state = _absorb(None, _logits(own.scores, bias, _seen(row, row, own=True)), row.v, precision)
 
         def past(c: Array, state: Any) -> Any:
-            col = _at(rows, c)
-            here = matmul(_at(keys, c), _at(r, c))
+            col = tiles.at(rows, c)
+            here = matmul(tiles.at(keys, c), tiles.at(r, c))
             logits, _ = _past_logits(plan, precision, table, row, col, own.q, here, a - c)
             return _absorb(state, logits, col.v, precision)
 
@@ -296,7 +293,7 @@ def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Ar
         o, lse = jax.tree.map(lambda x: x[None], alone(jax.tree.map(lambda x: x[0], rows)))
     else:
         dim = rows.k.shape[-1]
-        init = _zeros(rows.k, rows.k.shape), _zeros(rows.k, (*rows.k.shape[:-2], dim, dim))
+        init = tiles.zeros(rows.k, rows.k.shape), tiles.zeros(rows.k, (*rows.k.shape[:-2], dim, dim))
         _, (o, lse) = lax.scan(step, init, (jnp.arange(plan.count), rows))
     return _uncut(o, call.q.shape[1]).astype(call.q.dtype), _uncut(lse, call.q.shape[1])
 
@@ -307,7 +304,7 @@ def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Ar
 class Tile(NamedTuple):
     """Gradients of one tile."""
 
-    scores: Array  # [B, K, G, S, S]
+    scores: Array  # [B, H, S, S]
     v: Array  # [B, K, S, Dv]
     extras: Extras
 
@@ -319,18 +316,19 @@ def _tile_gradients(
     dp = _dot(saved.do, transpose(col.v), precision)
     # A saturated row (p = 1, such as the first of a document) has no gradient through its logits: leave no rounding error.
     ds = p * (jnp.where(p < 1, dp - saved.delta, 0) + saved.dlse)
-    dv = _cols(p, saved.do, precision)
+    kv_heads = col.v.shape[1]
+    dv = _cols(p, saved.do, kv_heads, precision)
     dbias, rho = ds, None
     if row.rho is not None:
-        rho = (ds * bias.plain).sum(-1)
+        rho = tiles.row_sum(ds * bias.plain)
         dbias = ds * row.rho[..., None]
     gated = row.hi is not None
     table = None
     if with_prior:
-        size = ds.shape[-1]
-        diagonals = jax.ShapeDtypeStruct((*ds.shape[1:3], 2 * size - 1), ds.dtype)
-        (table,) = jax.linear_transpose(lambda x: _skew(x, size, size), diagonals)(batch_sum(dbias)[0])
-    return Tile(ds, dv, Extras(dbias.sum(-1) if gated else None, -dbias.sum(-2) if gated else None, rho, table))
+        table = tiles.toeplitz_sums(tiles.batch_sum(dbias))
+    return Tile(
+        ds, dv, Extras(tiles.row_sum(dbias) if gated else None, -tiles.col_sum(dbias) if gated else None, rho, table)
+    )
 
 
 class Sweep(NamedTuple):
@@ -339,7 +337,7 @@ class Sweep(NamedTuple):
     keys: Array  # [N, B, K, S, D], gradient of k̂
     v: Array  # [N, B, K, S, Dv]
     m: Array  # [N, B, K, D, D]
-    col_hi: Array | None  # [N, B, K, G, S]
+    col_hi: Array | None  # [N, B, H, S]
     table: Array | None  # as the table
 
 
@@ -362,17 +360,17 @@ def _pairs_backward(
 
     def tile(a: Array, row: Rows, kept: Saved, moved: Array, r_row: Array, c: Array, state: Any) -> Any:
         sums, gamma, dq, own = state
-        col, r = _at(rows, c), _at(r_row, c)
-        key, m = _at(edges.k, c), _at(edges.m, c)
+        col, r = tiles.at(rows, c), tiles.at(r_row, c)
+        key, m = tiles.at(edges.k, c), tiles.at(edges.m, c)
         here = matmul(key, r)
         logits, bias = _past_logits(plan, precision, table, row, col, moved, here, a - c)
         new = _tile_gradients(logits, bias, row, kept, col, precision, table is not None)
-        dhere = _cols(new.scores, moved, precision)
+        dhere = _cols(new.scores, moved, key.shape[1], precision)
         sums = Sweep(
-            keys=_add_at(sums.keys, c, matmul(dhere, transpose(r))),
-            v=_add_at(sums.v, c, new.v),
-            m=_add_at(sums.m, c, matmul(gamma, transpose(r))),
-            col_hi=None if sums.col_hi is None else _add_at(sums.col_hi, c, new.extras.col_hi),
+            keys=tiles.add_at(sums.keys, c, matmul(dhere, transpose(r))),
+            v=tiles.add_at(sums.v, c, new.v),
+            m=tiles.add_at(sums.m, c, matmul(gamma, transpose(r))),
+            col_hi=None if sums.col_hi is None else tiles.add_at(sums.col_hi, c, new.extras.col_hi),
             table=_add_table(plan, sums.table, new.extras.table, a - c),
         )
         gamma = matmul(transpose(m), gamma) + matmul(transpose(key), dhere)
@@ -381,21 +379,26 @@ def _pairs_backward(
 
     def step(carry: tuple[Array, Sweep], x: Any) -> tuple[tuple[Array, Sweep], tuple[Array, Extras]]:
         (r, sums), (a, row, kept, moved, m) = carry, x
-        line = lambda wanted: _zeros(moved, moved.shape[:-1]) if wanted else None
-        init = sums, _zeros(m, m.shape), _zeros(moved, moved.shape), Extras(line(gated), None, line(sharp), None)
+        line = lambda wanted: tiles.zeros(moved, moved.shape[:-1]) if wanted else None
+        init = (
+            sums,
+            tiles.zeros(m, m.shape),
+            tiles.zeros(moved, moved.shape),
+            Extras(line(gated), None, line(sharp), None),
+        )
         body = partial(tile, a, row, kept, moved, r)
         sums, _, dq, own = lax.fori_loop(0 if first is None else first[a], a, body, init)
         return (_next_products(r, m, a), sums), (dq, own)
 
     gated, sharp = rows.hi is not None, rows.rho is not None
     sums = Sweep(
-        keys=_zeros(rows.k, rows.k.shape),
-        v=_zeros(rows.v, rows.v.shape),
-        m=_zeros(rows.k, edges.m.shape),
-        col_hi=None if rows.hi is None else _zeros(rows.hi, rows.hi.shape),
-        table=None if table is None else _zeros(rows.k, table.shape),
+        keys=tiles.zeros(rows.k, rows.k.shape),
+        v=tiles.zeros(rows.v, rows.v.shape),
+        m=tiles.zeros(rows.k, edges.m.shape),
+        col_hi=None if rows.hi is None else tiles.zeros(rows.hi, rows.hi.shape),
+        table=None if table is None else tiles.zeros(rows.k, table.shape),
     )
-    init = _zeros(rows.k, edges.m.shape), sums
+    init = tiles.zeros(rows.k, edges.m.shape), sums
     (_, sums), (dq, own) = lax.scan(step, init, (jnp.arange(plan.count), rows, saved, edges.q, edges.m))
     return sums, dq, own
 
@@ -404,12 +407,8 @@ def _own_backward(
     plan: Plan, precision: Any, table: Array | None, row: Rows, kept: Saved, edge: Callable[[Array], Span] | None
 ) -> tuple[dict[str, Array], Tile]:
     """Step 3: the tile on the diagonal of one superblock and all that led to it. `edge(dscores)` completes the cotangent."""
-    inputs = row.q, row.k, row.w, row.beta
-    if edge is None:
-        scores, pull = jax.vjp(lambda *x: span_scores(*x, plan.block), *inputs)
-    else:
-        own, pull = jax.vjp(lambda *x: span(*x, plan.block), *inputs)
-        scores = own.scores
+    own, pull = jax.vjp(lambda *x: _span(x, plan.block, edge is None), *row.transported)
+    scores = own if edge is None else own.scores
     bias = _bias(_diagonals(plan, table, 0), row, row)
     logits = _logits(scores, bias, _seen(row, row, own=True))
     new = _tile_gradients(logits, bias, row, kept, row, precision, table is not None)
@@ -421,12 +420,12 @@ def _own_backward(
 def _backward(
     plan: Plan, call: PathCall, table: Array | None, o: Array, lse: Array, do: Array, dlse: Array
 ) -> tuple[PathCall, Array | None]:
-    wide, kv_heads, precision = call.wide, call.k.shape[2], _precision(call)
+    precision = _precision(call)
     alive = lse > -jnp.inf  # rows without a key: no 0 · NaN
-    do = jnp.where(alive[..., None], do.astype(wide), 0)
-    delta = (do * o.astype(wide)).sum(-1)
-    cut = lambda x: _cut(jnp.where(alive, x, 0), plan, kv_heads)[..., None]
-    saved = Saved(_cut(do, plan, kv_heads), cut(delta), cut(lse), cut(dlse))
+    do = jnp.where(alive[..., None], do.astype(call.wide), 0)
+    delta = (do * o.astype(call.wide)).sum(-1)
+    cut = lambda x: _cut_heads(jnp.where(alive, x, 0), plan)[..., None]
+    saved = Saved(_cut_heads(do, plan), cut(delta), cut(lse), cut(dlse))
     rows = _lay_out(plan, call)
     grads = (_one_superblock if plan.count == 1 else _many_superblocks)(plan, precision, rows, saved, table)
     return _to_call(plan, call, grads), grads.table
@@ -449,13 +448,13 @@ def _one_superblock(plan: Plan, precision: Any, rows: Rows, saved: Saved, table:
     row, kept = jax.tree.map(lambda x: x[0], (rows, saved))
     grads, new = _own_backward(plan, precision, table, row, kept, None)
     one = lambda x: None if x is None else x[None]
-    dtable = None if table is None else _add_table(plan, _zeros(rows.k, table.shape), new.extras.table, 0)
+    dtable = None if table is None else _add_table(plan, tiles.zeros(rows.k, table.shape), new.extras.table, 0)
     hi = _plus(new.extras.row_hi, new.extras.col_hi)
     return Gradients(v=one(new.v), hi=one(hi), rho=one(new.extras.rho), table=dtable, **jax.tree.map(one, grads))
 
 
 def _many_superblocks(plan: Plan, precision: Any, rows: Rows, saved: Saved, table: Array | None) -> Gradients:
-    edges = lax.map(lambda row: span(row.q, row.k, row.w, row.beta, plan.block)._replace(scores=None), rows)
+    edges = lax.map(lambda row: _span(row.transported, plan.block, False)._replace(scores=None), rows)
     sums, dq, past = _pairs_backward(plan, precision, rows, saved, table, edges, _first_visible(rows))
 
     def own(dtable: Array | None, x: Any) -> tuple[Array | None, Any]:
@@ -508,4 +507,4 @@ def attend(call: PathCall, plan: Plan | None = None) -> tuple[Array, Array]:
         plan = choose_plan(call.q.shape[1], call.q.shape[-1])
     check_plan(plan, call.q.shape[1])
     table = _prior_table(plan, call)
-    return _attend(plan, *_vary_together((replace(call, prior=None), table)))
+    return _attend(plan, *tiles.vary_together((replace(call, prior=None), table)))
