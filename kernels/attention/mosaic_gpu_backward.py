@@ -42,7 +42,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     arrays: those of `forward` (factor and gain signed), do, `lse` (base 2; +inf where nothing is seen) and `delta` =
     Σ do·o − dlse [B, H, padded T]; `slopes` [n, copies, H, L], the derivatives of the log-prior.
     Returns dq [B, T, H, D]; `slopes` [B, H, n, padded T]: Σ_j dlogits · slope; with sharpness `sharpness` [B, H, padded T]:
-    Σ_j dlogits · (what the sharpness multiplies) / scale.
+    Σ_j dlogits · (what the sharpness multiplies) / scale; with gates `rows` [B, H, padded T]: Σ_j dlogits.
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
@@ -71,6 +71,9 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     if spec.sharpness:
         outputs["sharpness"] = line
         buffers["sharpness_sums"] = vector("sharpness_sums", groups, 64)
+    if spec.gates:
+        outputs["rows"] = line
+        buffers["row_sums"] = vector("row_sums", groups, 64)
     out_names = list(outputs)
     copies = 1 + len(column_names) + copies_of_table(tiles) * (spec.prior + n_slopes)
     barriers = {
@@ -94,7 +97,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
 
         @pl.when(wg < groups)
         def _compute() -> None:
-            plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
+            plgpu.set_max_registers(240 if groups == 2 else 160, action="increase")
             base = first + wg * 64
             here = pl.ds(base, 64)
             for n in ("q", "do"):
@@ -122,34 +125,24 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 table_ref = buf["table"].at[slot] if spec.prior else None
                 return offset_tile(spec, tiles, table_ref, entry, row_gates, column_gates, gain, -1)
 
-            def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
-                dq, dots, begin = carry
-                slot, next_slot, has_next = slot_of(tile), slot_of(tile + 1), tile + 1 < stop
+            def tile_step(tile: Array, dots: Any, masked: bool, dq_ref: Any) -> Any:
+                slot = slot_of(tile)
 
-                def scores(s_ref: Any, dp_ref: Any) -> tuple[Array, Array]:
+                def scores(s_ref: Any, dp_ref: Any) -> tuple[Array, Array, Array]:
+                    plgpu.barrier_wait(bar["k"].at[slot])
                     plgpu.wgmma(s_ref, q_operand, buf["k"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["v"].at[slot])
                     plgpu.wgmma(dp_ref, do_operand, buf["v"].at[slot].transpose((1, 0)))
+                    bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    return s, jnp.exp2(s * spread(factor, shape) - spread(row["lse"], shape))
-
-                def alone(s_ref: Any, dp_ref: Any) -> tuple[Array, Array, Array]:
-                    s, p = scores(s_ref, dp_ref)
+                    if tiles.overlap:
+                        # Products end in order, so the last tile's share of dq is in, too, and its keys can go.
+                        pl.when(tile > start)(lambda: plgpu.barrier_arrive(bar["k_free"].at[slot_of(tile - 1)]))
+                    s = s if bias is None else s + bias
+                    p = jnp.exp2(s * spread(factor, shape) - spread(row["lse"], shape))
                     return s, p, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
 
-                def started(refs: Any) -> None:
-                    s_ref, p_ref, out_ref = refs
-
-                    def inner(dp_ref: Any) -> None:
-                        _, p_ref[...] = scores(s_ref, dp_ref)
-                        out_ref[...] = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-
-                    pl.run_scoped(inner, plgpu.ACC(shape, jnp.float32))
-
-                if spec.offsets:
-                    s, p, dp = pl.run_state(started)((plgpu.ACC.init(begin[0]), zeros(*shape), zeros(*shape)))
-                else:
-                    s, p, dp = pl.run_scoped(alone, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                s, p, dp = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
                 plgpu.barrier_arrive(bar["v_free"].at[slot])
                 ds = p * (dp - spread(row["delta"], shape))
                 if masked:
@@ -159,32 +152,34 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 sums = [toeplitz_dot(ds, ref.at[slot], entry, -1, tiles.slice, tiles.pairs) for ref in wanted]
                 if sharp_offsets and not reload:
                     sums.append(partial_dot(ds, s))
-                dots = tuple(a + b for a, b in zip(dots, sums, strict=True))
-                ds16 = ds.astype(dtype)
+                if spec.gates:
+                    sums.append(ds.sum(axis=1))
+                plgpu.wgmma(dq_ref, ds.astype(dtype), buf["k"].at[slot])
+                if not tiles.overlap:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(bar["k_free"].at[slot])
+                return tuple(a + b for a, b in zip(dots, sums, strict=True))
 
-                def product(ref: Any, next_ref: Any = None) -> None:
-                    plgpu.wgmma(ref, ds16, buf["k"].at[slot])
-                    pl.when(has_next)(lambda: plgpu.barrier_wait(bar["k"].at[next_slot]))
-                    if next_ref is not None:
-                        next_ref[...] = offsets(next_slot)
+            def walk(refs: Any) -> None:
+                dq_ref, *dot_refs = refs
 
-                if spec.offsets:
-                    dq, *begin = pl.run_state(lambda refs: product(*refs))((plgpu.ACC.init(dq), begin[0]))
-                else:
-                    dq = pl.run_state(product)(plgpu.ACC.init(dq))
-                plgpu.barrier_arrive(bar["k_free"].at[slot])
-                return dq, dots, tuple(begin)
+                def run(low: Array, high: Array, dots: Any, masked: bool) -> Any:
+                    return lax.fori_loop(low, high, lambda i, c: tile_step(i, c, masked, dq_ref), dots)
 
-            pl.when(start < stop)(lambda: plgpu.barrier_wait(bar["k"].at[0]))
-            begin = (offsets(jnp.int32(0)),) if spec.offsets else ()
-            carry: Any = (zeros(64, d), tuple(zeros(64, 8) for _ in range(n_slopes + sharp_offsets)), begin)
-            if spec.window is not None:
-                carry = lax.fori_loop(start, full_start, lambda i, c: tile_step(i, c, True), carry)
-            if not spec.segments:
-                carry = lax.fori_loop(full_start, full_stop, lambda i, c: tile_step(i, c, False), carry)
-            if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
-                carry = lax.fori_loop(full_stop, stop, lambda i, c: tile_step(i, c, True), carry)
-            dq, dots, _ = carry
+                dots: Any = tuple(ref[...] for ref in dot_refs)
+                if spec.window is not None:
+                    dots = run(start, full_start, dots, True)
+                if not spec.segments:
+                    dots = run(full_start, full_stop, dots, False)
+                if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
+                    dots = run(full_stop, stop, dots, True)
+                for ref, value in zip(dot_refs, dots, strict=True):
+                    ref[...] = value
+
+            begin = [zeros(64, 8)] * (n_slopes + sharp_offsets) + [zeros(64)] * spec.gates
+            dq, *dots = pl.run_state(walk)((plgpu.ACC.init(zeros(64, d)), *begin))
+            if spec.gates:
+                buf["row_sums"].at[wg][...] = dots.pop()
             for n in range(n_slopes):
                 buf["slope_sums"].at[wg, n][...] = dots[n].sum(axis=1)
             if spec.sharpness:
@@ -204,11 +199,13 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, n], outs["slopes"].at[batch, head, n, here])
             if spec.sharpness:
                 plgpu.copy_smem_to_gmem(buf["sharpness_sums"].at[wg], outs["sharpness"].at[batch, head, here])
+            if spec.gates:
+                plgpu.copy_smem_to_gmem(buf["row_sums"].at[wg], outs["rows"].at[batch, head, here])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == groups)
         def _memory() -> None:
-            plgpu.set_max_registers(40 if groups == 2 else 24, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             kv_head = lax.div(head, jnp.int32(spec.group))
 
             @pl.loop(start, stop)

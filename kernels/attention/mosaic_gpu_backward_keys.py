@@ -36,7 +36,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
 
     arrays as in `query_gradients` without slopes; with sharpness, `delta` times `factor`.
     Returns dk, dv [B, S, Hkv, D], summed over the query heads that share a key head, and with gates `gates`
-    [B, H, padded S]: Σ_i dlogits, times log2 e · scale · sharpness if there is a sharpness.
+    [B, H, padded S]: Σ_i d(gate term), times log2 e · scale if there is a sharpness.
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
@@ -85,7 +85,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
 
         @pl.when(wg < groups)
         def _compute() -> None:
-            plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
+            plgpu.set_max_registers(240 if groups == 2 else 160, action="increase")
             base = first + wg * 64
             here = pl.ds(base, 64)
             for n in ("k", "v"):
@@ -112,17 +112,22 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 at = tiles.rows - wg * 64
                 return offset_tile(spec, tiles, table_ref, at, row_gates, column_gates, gain, 1)
 
-            def tile_step(tile: Array, carry: Any, masked: bool, skipped: Array) -> Any:
-                dk, dv, begin, gates = carry
+            def tile_step(tile: Array, gates: Any, masked: bool, skipped: Array, dk_ref: Any, dv_ref: Any) -> Any:
                 count = skipped + (tile - start)
-                slot, next_slot, has_next = slot_of(count), slot_of(count + 1), count + 1 < total
+                slot = slot_of(count)
 
-                def products(s_ref: Any, dp_ref: Any, dk_ref: Any, dv_ref: Any, next_ref: Any, gate_ref: Any) -> None:
+                def products(s_ref: Any, dp_ref: Any) -> Array:
+                    plgpu.barrier_wait(bar["q"].at[slot])
                     plgpu.wgmma(s_ref, k_operand, buf["q"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["do"].at[slot])
                     plgpu.wgmma(dp_ref, v_operand, buf["do"].at[slot].transpose((1, 0)))
+                    bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    factor = jnp.float32(spec.scale * LOG2E)
+                    if tiles.overlap:
+                        # Products end in order, so the last tile's are all in, and its queries can go.
+                        pl.when(count > 0)(lambda: plgpu.barrier_arrive(bar["q_free"].at[slot_of(count - 1)]))
+                    s = s if bias is None else s + bias
+                    factor: Any = jnp.float32(spec.scale * LOG2E)
                     if spec.sharpness:
                         factor = spread(column("factor", slot), shape, 1)
                     p = jnp.exp2(s * factor - spread(column("lse", slot), shape, 1))
@@ -133,66 +138,51 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                     plgpu.wgmma(dv_ref, p.astype(dtype), buf["do"].at[slot])
                     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
                     if spec.sharpness:
-                        factor = spread(column("factor", slot), shape, 1)
-                        dp = dp * factor
-                    ds = p * (dp - spread(column("delta", slot), shape, 1))
-                    plgpu.wgmma(dk_ref, ds.astype(dtype), buf["q"].at[slot])
-                    if gate_ref is not None:
-                        gate_ref[...] = gate_ref[...] + ds.sum(axis=1)
-                    pl.when(has_next)(lambda: plgpu.barrier_wait(bar["q"].at[next_slot]))
-                    if next_ref is not None:
-                        next_ref[...] = offsets(next_slot)
+                        dp = dp * spread(column("factor", slot), shape, 1)
+                    return p * (dp - spread(column("delta", slot), shape, 1))
 
-                def run(refs: Any) -> None:
-                    dk_ref, dv_ref, s_refs, next_refs, gate_refs = refs
-                    next_ref = next_refs[0] if next_refs else None
-                    gate_ref = gate_refs[0] if gate_refs else None
-                    zeroed = [plgpu.ACC(shape, jnp.float32)] * (1 if s_refs else 2)
+                ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                plgpu.wgmma(dk_ref, ds.astype(dtype), buf["q"].at[slot])
+                if spec.gates:
+                    # Back to d(logits) where the sharpness does not reach the gates.
+                    plain = ds * spread(column("gain", slot), shape, 1) if "gain" in column_names else ds
+                    gates = (gates[0] + plain.sum(axis=1),)
+                if not tiles.overlap:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(bar["q_free"].at[slot])
+                return gates
 
-                    def scoped(*accs: Any) -> None:
-                        products(*s_refs, *accs, dk_ref, dv_ref, next_ref, gate_ref)
-
-                    pl.run_scoped(scoped, *zeroed)
-
-                start_at = tuple(plgpu.ACC.init(b) for b in begin)
-                state = (plgpu.ACC.init(dk), plgpu.ACC.init(dv), start_at, begin, gates)
-                dk, dv, _, begin, gates = pl.run_state(run)(state)
-                plgpu.barrier_arrive(bar["q_free"].at[slot])
-                return dk, dv, begin, gates
-
-            def over_queries(member: Array, carry: Any) -> Any:
+            def over_queries(member: Array, dk_ref: Any, dv_ref: Any) -> None:
                 head = kv_head * spec.group + member
                 if spec.gates:
                     for n in gate_names:
                         copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["gate"].at[wg])
                     plgpu.barrier_wait(bar["gate"].at[wg])
-                    # The last member could not start this one's first tile: its gates were not there yet.
-                    carry = (*carry[:2], (offsets(slot_of(member * width)),), (zeros(64),))
 
-                def run(low: Array, high: Array, c: Any, masked: bool) -> Any:
-                    return lax.fori_loop(low, high, lambda i, x: tile_step(i, x, masked, member * width), c)
+                def run(low: Array, high: Array, gates: Any, masked: bool) -> Any:
+                    step_at = lambda i, c: tile_step(i, c, masked, member * width, dk_ref, dv_ref)
+                    return lax.fori_loop(low, high, step_at, gates)
 
+                gates: Any = (zeros(64),) if spec.gates else ()
                 if spec.segments or spec.causal or spec.window is not None:
-                    carry = run(start, full_start, carry, True)
+                    gates = run(start, full_start, gates, True)
                 if not spec.segments:
-                    carry = run(full_start, full_stop, carry, False)
+                    gates = run(full_start, full_stop, gates, False)
                 if spec.segments or spec.window is not None:
-                    carry = run(full_stop, stop, carry, True)
+                    gates = run(full_stop, stop, gates, True)
                 if spec.gates:
-                    buf["gate_sums"].at[wg][...] = carry[3][0]
+                    buf["gate_sums"].at[wg][...] = gates[0]
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(buf["gate_sums"].at[wg], outs["gates"].at[batch, head, here])
                     plgpu.wait_smem_to_gmem(0)
-                return carry
 
-            pl.when(total > 0)(lambda: plgpu.barrier_wait(bar["q"].at[0]))
-            begin: Any = (zeros(*shape),) if spec.gates else (offsets(jnp.int32(0)),) if spec.prior else ()
-            carry: Any = (zeros(64, d), zeros(64, d), begin, (zeros(64),) if spec.gates else ())
-            if spec.group == 1:
-                carry = over_queries(jnp.int32(0), carry)
-            else:
-                carry = lax.fori_loop(0, spec.group, over_queries, carry)
-            dk, dv = carry[:2]
+            def walk(refs: Any) -> None:
+                if spec.group == 1:
+                    over_queries(start * 0, *refs)
+                else:
+                    pl.loop(0, spec.group)(lambda member: over_queries(member, *refs))
+
+            dk, dv = pl.run_state(walk)((plgpu.ACC.init(zeros(64, d)), plgpu.ACC.init(zeros(64, d))))
             buf["k"].at[wg][...] = (dk * (1 / LOG2E if spec.sharpness else spec.scale)).astype(dtype)
             buf["v"].at[wg][...] = dv.astype(dtype)
             plgpu.commit_smem()
@@ -202,7 +192,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
 
         @pl.when(wg == groups)
         def _memory() -> None:
-            plgpu.set_max_registers(40 if groups == 2 else 24, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
 
             @pl.loop(0, total)
             def _load(count: Array) -> None:

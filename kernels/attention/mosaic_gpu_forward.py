@@ -40,7 +40,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     """Output [B, T, H, D] in the inputs' type and base-2 log-sum-exp [B, H, padded T] float32 (−inf: nothing seen).
 
     arrays: q, k, v; with a prior `table` [copies, H, L] (divided by the scale); with sharpness `factor` (sharpness · scale
-    · log2 e) and, if it leaves the prior alone, `gain` (1 / sharpness) [B, H, padded T]; with gates `q_gate_hi`,
+    · log2 e), `negative` int32 [1] (is any of it below 0) and, if it leaves the prior alone, `gain` (1 / sharpness) [B, H, padded T]; with gates `q_gate_hi`,
     `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H, padded S]; with segments
     `q_segments`, `kv_segments` [B, padded length].
     """
@@ -105,15 +105,12 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
             plgpu.barrier_wait(bar["q"].at[wg])
             row = {n: plgpu.load(buf[n].at[wg], layout=ROW) for n in row_names}
-            gain = row.get("gain")
+            gain = (row["gain"], 0) if "gain" in row else None
+            hidden: Any = -jnp.inf
             if spec.sharpness:
-                # The row maximum is taken before the factor is applied, so a negative factor moves into q (exact).
-                sign = jnp.where(row["factor"] < 0, jnp.float32(-1), jnp.float32(1))
-                factor = row["factor"] * sign
-                gain = sign if gain is None else gain * sign
-                q = plgpu.load(q_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                q_smem[...] = (q * spread(sign, (64, d))).astype(dtype)
-                plgpu.commit_smem()
+                factor = row["factor"]
+                negative = inputs["negative"][0] > 0
+                hidden = spread(jnp.where(factor < 0, jnp.float32(jnp.inf), jnp.float32(-jnp.inf)), shape)
             else:
                 factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
             q_operand = plgpu.load(q_smem, layout=plgpu.Layout.WGMMA) if tiles.registers else q_smem
@@ -125,8 +122,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             def offsets(slot: Array) -> Array:
                 column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
                 table_ref = buf["table"].at[slot] if spec.prior else None
-                scaled = None if gain is None else (gain, 0)
-                return offset_tile(spec, tiles, table_ref, step + wg * 64, row_gates, column_gates, scaled, -1)
+                return offset_tile(spec, tiles, table_ref, step + wg * 64, row_gates, column_gates, gain, -1)
 
             def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
                 acc, m, l, *begin = carry
@@ -146,9 +142,13 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                     s = pl.run_scoped(content_alone, plgpu.ACC(shape, jnp.float32))
                 if masked:
                     segments = (row["q_segments"], column("kv_segments", slot)) if spec.segments else None
-                    s = jnp.where(visible(spec, base, tile * step, shape, segments), s, -jnp.inf)
+                    s = jnp.where(visible(spec, base, tile * step, shape, segments), s, hidden)
                 plgpu.barrier_arrive(bar["k_free"].at[slot])
-                m_new = jnp.maximum(m, s.max(axis=1) * factor)
+                top = s.max(axis=1) * factor
+                if spec.sharpness:
+                    # A negative factor turns the order of a row round.
+                    top = lax.cond(negative, lambda: jnp.maximum(top, s.min(axis=1) * factor), lambda: top)
+                m_new = jnp.maximum(m, top)
                 m_safe = jnp.where(m_new == -jnp.inf, jnp.float32(0), m_new)
                 alpha = jnp.exp2(m - m_safe)
                 p = jnp.exp2(s * spread(factor, shape) - spread(m_safe, shape))
@@ -168,23 +168,28 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
 
                 if spec.offsets:
                     acc, *begin = pl.run_state(lambda refs: values(*refs))((plgpu.ACC.init(acc), begin[0]))
+                    # Without the barrier ptxas finds no registers for the accumulator and serialises all products.
+                    begin = [lax.optimization_barrier(begin[0])]
                 else:
                     acc = pl.run_state(values)(plgpu.ACC.init(acc))
                 plgpu.barrier_arrive(bar["v_free"].at[slot])
                 return acc, m_new, l, *begin
 
+            def run(low: Array, high: Array, carry: Any, masked: bool) -> Any:
+                return lax.fori_loop(low, high, lambda i, c: tile_step(i, c, masked), carry)
+
             pl.when(start < stop)(lambda: plgpu.barrier_wait(bar["k"].at[0]))
-            m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
-            carry: Any = (zeros(64, d), m0, zeros(64), *([offsets(jnp.int32(0))] if spec.offsets else []))
             pl.when(wg == 1)(take_turn)
+            m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
+            carry: Any = (zeros(64, d), m0, zeros(64), *([offsets(slot_of(start))] if spec.offsets else []))
             if spec.window is not None:
-                carry = lax.fori_loop(start, full_start, lambda i, c: tile_step(i, c, True), carry)
+                carry = run(start, full_start, carry, True)
             if not spec.segments:
-                carry = lax.fori_loop(full_start, full_stop, lambda i, c: tile_step(i, c, False), carry)
+                carry = run(full_start, full_stop, carry, False)
             if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
-                carry = lax.fori_loop(full_stop, stop, lambda i, c: tile_step(i, c, True), carry)
+                carry = run(full_stop, stop, carry, True)
+            acc, m, l = carry[:3]
             pl.when(wg == 0)(take_turn)
-            acc, m, l, *_ = carry
             seen = l > 0
             inverse = jnp.where(seen, 1.0 / jnp.where(seen, l, jnp.float32(1)), jnp.float32(0))
             q_smem[...] = (acc * spread(inverse, (64, d))).astype(dtype)

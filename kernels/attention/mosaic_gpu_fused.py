@@ -134,6 +134,8 @@ def fused(options: Options, x: Leaves) -> tuple[Array, Array]:
 def _forward(options: Options, x: Leaves) -> Any:
     spec, tiles = make_spec(options, x), options.tiles[0]
     arrays = _inputs(options, spec, x)
+    if spec.sharpness:
+        arrays["negative"] = (arrays["factor"] < 0).any()[None].astype(jnp.int32)
     table = _table(options, spec, x)
     if table is not None:
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
@@ -155,8 +157,12 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     real = (jnp.arange(spec.padded_queries) < spec.queries)[None, None, :]
     arrays |= {"do": do, "lse": jnp.where(real & (lse > -jnp.inf), lse, jnp.inf)}
     table = _table(options, spec, x)
-    keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
     queries = _query_sums(options, spec, x, arrays, delta, table)
+    if spec.gates:
+        # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would add
+        # up in the running sum behind the gates, so the keys get a delta without it.
+        delta = delta + jnp.where(real, queries["rows"] - _lines(dlse, spec.padded_queries), 0)
+    keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
     r = _lines(x["sharpness"], spec.padded_queries, 1.0) if spec.sharpness and spec.sharpen_prior else None
     grads: Leaves = {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"], "params": None, "sharpness": None, "gates": None}
     if spec.slopes:
@@ -172,7 +178,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         # The sum of dlogits over the keys of a row is the cotangent of its log-sum-exp, exactly.
         rows = dlse if r is None else dlse * x["sharpness"]
         columns = -keys["gates"][:, :, : spec.keys].transpose(0, 2, 1)
-        if spec.sharpness and spec.sharpen_prior:
+        if spec.sharpness:
             columns = columns / (spec.scale * LOG2E)
         grads["gates"] = (rows, jnp.zeros_like(rows), columns, jnp.zeros_like(columns))
     for n in ("q_segments", "kv_segments"):

@@ -13,6 +13,7 @@ from kernels.attention.mosaic_gpu_tiles import table_buffer, table_chunks, toepl
 
 Array = jax.Array
 LOG2E = 1.4426950408889634
+MARKS = "rplo"
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -27,6 +28,7 @@ class Tiles:
     registers: bool = False  # keep the stationary operands in registers instead of shared memory
     pairs: bool = False  # read the prior's table two entries at a time
     reload: bool = False  # sharpness gradient from the table, not from the scores (fewer live registers)
+    overlap: bool = False  # backward: let a tile's last products run into the next tile
 
     @property
     def rows(self) -> int:
@@ -41,12 +43,12 @@ class Tiles:
     def parse(cls, text: str) -> "Tiles":
         """The inverse of str: "2x128x2pl" is 2 groups, step 128, 2 stages, with pairs and reload."""
         groups, step, rest = text.split("x")
-        stages = rest.rstrip("rpl")
-        marks = rest[len(stages) :]
-        return cls(int(groups), int(step), int(stages), "r" in marks, "p" in marks, "l" in marks)
+        stages = rest.rstrip(MARKS)
+        return cls(int(groups), int(step), int(stages), *(m in rest[len(stages) :] for m in MARKS))
 
     def __str__(self) -> str:
-        marks = "".join(m for m, on in zip("rpl", (self.registers, self.pairs, self.reload), strict=True) if on)
+        flags = (self.registers, self.pairs, self.reload, self.overlap)
+        marks = "".join(m for m, on in zip(MARKS, flags, strict=True) if on)
         return f"{self.groups}x{self.step}x{self.stages}{marks}"
 
 
@@ -115,6 +117,7 @@ class Spec:
         reach = None if self.window is None else self.window - 1
         ahead = 0 if self.causal else reach
         return self._range(
+            first * 0,
             None if reach is None else q - reach,
             None if reach is None else last - reach,
             None if ahead is None else q + ahead,
@@ -130,6 +133,7 @@ class Spec:
         reach = None if self.window is None else self.window - 1
         behind = 0 if self.causal else reach
         return self._range(
+            first * 0,
             None if behind is None else k - behind,
             None if behind is None else last - behind,
             None if reach is None else k + reach,
@@ -140,13 +144,14 @@ class Spec:
         )
 
     def _range(
-        self, low: Any, low_full: Any, high_full: Any, high: Any, step: int, length: int, ragged: bool
+        self, zero: Array, low: Any, low_full: Any, high_full: Any, high: Any, step: int, length: int, ragged: bool
     ) -> tuple[Array, Array, Array, Array]:
         """Tiles between inclusive index bounds (None: open), and those inside for every row of the block.
 
-        ragged: the tile that the end of the sequence cuts needs a mask.
+        zero: 0, but not a literal, which kernel loops over accumulators cannot capture. ragged: the tile that the end
+        of the sequence cuts needs a mask.
         """
-        zero, end = jnp.int32(0), jnp.int32(-(-length // step))
+        end = zero + -(-length // step)
         stop = end if high is None else _clip(self._floor(high, step) + 1, zero, end)
         start = zero if low is None else _clip(self._floor(low, step), zero, stop)
         full_stop = stop if high_full is None else _clip(self._floor(high_full + 1, step), start, stop)
