@@ -1,0 +1,259 @@
+"""Is this machine fit? `python -m bampath.doctor` checks versions, devices, precision, and a tiny forward and backward
+pass of every kernel that can run here against the dense reference. Exit status 1 if anything fails.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bampath.flops import peak_flops
+from bampath.positions.registry import parse
+from bampath.positions.slots import Geometry
+from kernels.attention import api as attention_api
+from kernels.path import api as path_api
+
+# Versions that the suite runs on: at least, and below.
+TESTED: dict[str, tuple[str, str]] = {
+    "python": ("3.11", "3.14"),
+    "jax": ("0.10.2", "0.13"),
+    "flax": ("0.12.8", "0.13"),
+    "optax": ("0.2.8", "0.3"),
+    "orbax-checkpoint": ("0.12.8", "0.13"),
+    "grain": ("0.2.18", "0.3"),
+    "numpy": ("1.26", "3"),
+}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}  # relative RMS of any output or gradient; a broken one is far off
+LENGTHS = (256, 640, 384, 512)  # 2, 5, 3 and 4 tiles: some JAX versions reuse the first grid (jax-ml/jax#40847)
+
+_REFUSAL = "cannot serve this call:"  # how both ops begin the reason of a backend
+
+Status = Literal["ok", "skipped", "warning", "FAILED"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.status:<8} {self.name:<34} {self.detail}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print every check as it finishes; 1 if one failed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m bampath.doctor", description=__doc__)
+    parser.add_argument("--no-kernels", action="store_true", help="versions, devices and precision only")
+    options = parser.parse_args(arguments)
+    failed = 0
+    for check in checks(kernels=not options.no_kernels):
+        print(check, flush=True)
+        failed += check.status == "FAILED"
+    print(f"{failed} check(s) failed" if failed else "all is well")
+    return 1 if failed else 0
+
+
+def checks(kernels: bool = True) -> Iterator[Check]:
+    """All checks, in order."""
+    yield from (version_check(name, _version(name)) for name in TESTED)
+    yield from (device_check(), precision_check())
+    if kernels:
+        for op in (attention_cases, path_cases):
+            for case in op():
+                yield from (kernel_check(case, name) for name in case.backends if name != "reference")
+        yield from grid_checks()
+
+
+def version_check(name: str, found: str | None) -> Check:
+    """A warning for a version outside the tested ones, a failure for a package that is missing."""
+    low, high = TESTED[name]
+    if found is None:
+        return Check(name, "FAILED", f"not installed; needs >= {low}, < {high}")
+    inside = _numbers(low) <= _numbers(found) < _numbers(high)
+    return Check(name, "ok" if inside else "warning", found if inside else f"{found}; tested are >= {low}, < {high}")
+
+
+def device_check() -> Check:
+    """Which devices JAX sees."""
+    devices = jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    detail = f"{len(devices)} × {devices[0].device_kind}, backend {jax.default_backend()}"
+    detail += f", {memory / 1e9:.0f} GB each" if memory else ""
+    return Check("devices", "ok", detail + (f", peak {peak:.3g} FLOP/s in bfloat16" if peak else ", peak unknown"))
+
+
+def precision_check() -> Check:
+    """How exact a float32 matrix product is here when nothing is asked for, measured against float64."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(128, 128)).astype(np.float32) for _ in range(2))
+    default = relative_rms(jnp.asarray(a) @ jnp.asarray(b), a.astype(np.float64) @ b)
+    with jax.default_matmul_precision("highest"):
+        highest = relative_rms(jnp.asarray(a) @ jnp.asarray(b), a.astype(np.float64) @ b)
+    word = "float32" if default < 1e-6 else "reduced (TF32 or bfloat16), which is normal on accelerators"
+    status: Status = "ok" if highest < 1e-6 else "FAILED"
+    return Check("float32 products", status, f"error {default:.1e} by default: {word}; {highest:.1e} at 'highest'")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op: run(inputs, implementation) -> output; inputs: a dict of arrays (and pytrees of them) that it
+    is differentiated by."""
+
+    op: str
+    name: str
+    backends: dict[str, str]
+    inputs: dict[str, Any]
+    run: Callable[[dict[str, Any], str], Any]
+
+    def cast(self, dtype: Any) -> dict[str, Any]:
+        """The inputs with q, k and v in another dtype."""
+        return {name: x.astype(dtype) if name in ("q", "k", "v") else x for name, x in self.inputs.items()}
+
+
+def attention_cases(length: int = 96) -> Iterator[Case]:
+    """A trained BAM prior with SSMax on packed documents, and forget gates in a window."""
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    base = {"q": normal(1, length, 4, 64), "k": normal(1, length, 2, 64), "v": normal(1, length, 2, 64)}
+    sharp = jnp.abs(normal(1, length, 4)) + 0.5
+    beliefs = {**base, "prior": _prior(rng), "sharpness": sharp}
+    gates = {**base, "log_gates": -jnp.abs(normal(1, length, 4))}
+    segments = jnp.asarray(np.arange(length) >= length // 3, jnp.int32)[None, :]
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "bam+ssmax, packed": (beliefs, {"segment_ids": segments}),
+        "fox, window": (gates, {"window": length // 2}),
+    }
+    for name, (inputs, fixed) in cases.items():
+
+        def run(x: dict[str, Any], backend: str, fixed: dict[str, Any] = fixed) -> Any:
+            return attention_api.attention(**x, **fixed, implementation=backend)
+
+        yield Case("attention", name, attention_api.BACKENDS, inputs, run)
+
+
+def path_cases(length: int = 96) -> Iterator[Case]:
+    """PaTH-FoX with a BAM prior and SSMax on packed documents."""
+    rng = np.random.default_rng(2)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    w = normal(1, length, 2, 64)
+    inputs = {"q": normal(1, length, 4, 64), "k": normal(1, length, 2, 64), "v": normal(1, length, 2, 64)}
+    inputs |= {"w": w / jnp.linalg.norm(w, axis=-1, keepdims=True), "beta": 2 * jax.nn.sigmoid(normal(1, length, 2))}
+    inputs |= {"log_gates": -jnp.abs(normal(1, length, 4)), "sharpness": jnp.abs(normal(1, length, 4)) + 0.5}
+    inputs |= {"prior": _prior(rng)}
+    segments = jnp.asarray(np.arange(length) >= length // 3, jnp.int32)[None, :]
+
+    def run(x: dict[str, Any], backend: str) -> Any:
+        return path_api.path_attention(**x, segment_ids=segments, implementation=backend)
+
+    yield Case("path", "path+fox+bam+ssmax, packed", path_api.BACKENDS, inputs, run)
+
+
+def kernel_check(case: Case, backend: str) -> Check:
+    """Output and every gradient of a backend against the reference in float32; skipped where it says that it cannot."""
+    name = f"{case.op} {backend}: {case.name}"
+    reasons, errors = [], []
+    for dtype in ("float32", "bfloat16"):
+        inputs = case.cast(dtype)
+        reason = _refusal(case, inputs, backend)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        try:
+            worst, where = _worst_error(case, inputs, backend)
+        except Exception as error:  # whatever a kernel raises on this machine is the finding
+            return Check(name, "FAILED", f"{dtype}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        errors.append(f"{dtype} {worst:.1e}")
+        if not worst < TOLERANCE[dtype]:
+            return Check(name, "FAILED", f"{dtype}: relative error {worst:.2g} of {where}, allowed {TOLERANCE[dtype]}")
+    if not errors:
+        return Check(name, "skipped", reasons[0])
+    return Check(name, "ok", f"largest relative error {', '.join(errors)}")
+
+
+def grid_checks() -> Iterator[Check]:
+    """Every accelerator kernel at lengths of 2, 5, 3 and 4 tiles, one after the other in this process."""
+    if jax.default_backend() == "cpu":
+        yield Check("grids of 2, 5, 3 and 4 tiles", "skipped", "no kernel is compiled by Pallas on a CPU")
+        return
+    for backend in attention_api.BACKENDS:
+        if backend not in ("reference", "xla"):
+            found = [kernel_check(next(attention_cases(length)), backend) for length in LENGTHS]
+            worst = next((check for check in found if check.status != "ok"), found[0])
+            yield Check(f"grids of 2, 5, 3 and 4 tiles: {backend}", worst.status, worst.detail)
+
+
+def relative_rms(got: Any, want: Any) -> float:
+    """RMS(got − want) / RMS(want) in float64; infinite if `got` is not finite."""
+    a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if not np.isfinite(a).all():
+        return float("inf")
+    return float(np.sqrt(np.mean((a - b) ** 2)) / max(np.sqrt(np.mean(b**2)), 1e-30))
+
+
+def _refusal(case: Case, inputs: dict[str, Any], backend: str) -> str | None:
+    """Why a backend does not serve a call here, in its own words; None if it does (or fails in another way)."""
+    try:
+        jax.eval_shape(lambda x: case.run(x, backend), inputs)
+    except ImportError as error:
+        return f"cannot be imported here: {error}"
+    except ValueError as error:
+        return str(error).partition(_REFUSAL)[2].strip() or None if _REFUSAL in str(error) else None
+    except Exception:  # shown by the run that follows
+        return None
+    return None
+
+
+def _worst_error(case: Case, inputs: dict[str, Any], backend: str) -> tuple[float, str]:
+    """Largest relative RMS error over the output and the gradients, and what it belongs to."""
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest"):
+        got, want = _output_and_gradients(case, inputs, backend), _output_and_gradients(case, exact, "reference")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    return max((relative_rms(a, b), "".join(map(str, path)).strip("[]'")) for (path, a), b in pairs)
+
+
+def _output_and_gradients(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Any]:
+    def weighted(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        out = case.run(x, backend).astype(jnp.float32)
+        ramp = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * ramp), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs)
+    return {"output": out, **{f"gradient of {name}": g for name, g in gradients.items()}}
+
+
+def _prior(rng: np.random.Generator) -> Any:
+    """GGD-BAM with parameters as after some training: local, flat and retrieval heads."""
+    composition = parse("bam").single
+    params = composition.init_params(jax.random.key(0), Geometry(dim=256, heads=4, kv_heads=2, head_dim=64))
+    bam = {name: jnp.asarray(rng.normal(0, 0.3, 4), jnp.float32) for name in params["bam"]}
+    return composition.distance_prior({"bam": bam | {"theta_beta": jnp.asarray([1.0, 0.3, -0.2, -0.5], jnp.float32)}})
+
+
+def _version(name: str) -> str | None:
+    if name == "python":
+        return platform.python_version()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    digits = ["".join(c for c in part if c.isdigit()) for part in version.split(".")]
+    return tuple(int(d) for d in digits if d)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
