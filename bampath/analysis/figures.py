@@ -5,6 +5,7 @@ palette is Okabe and Ito's, which stays apart for colour-blind readers; every li
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,7 @@ def save(figure: Figure, path: Path) -> Path:
 def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perplexity by position") -> Figure:
     """Perplexity against position, one line per case (mean loss over seeds), the training length marked."""
     cases = _group(rows, "case")
+    names = short_names(cases)
     with _style():
         figure = Figure(figsize=(7.4, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -60,7 +62,7 @@ def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perp
             windows = _group(own, "start")
             middle = [(w[0]["start"] + w[0]["end"]) / 2 for w in windows.values()]
             loss = np.array([np.mean([row["loss"] for row in w]) for w in windows.values()])
-            axes.plot(middle, np.exp(loss), label=case, **_look(index))
+            axes.plot(middle, np.exp(loss), label=names[case], **_look(index))
             highest = max(highest, float(np.exp(loss).max()))
         _training_line(axes, train_length, "trained up to here")
         lowest = min(float(np.exp(row["loss"])) for own in cases.values() for row in own)
@@ -77,6 +79,7 @@ def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perp
 def passkey_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey retrieval by length") -> Figure:
     """Accuracy against prompt length, one line per case with Wilson's 95 % interval over all samples of all seeds."""
     cases = _group(rows, "case")
+    names = short_names(cases)
     with _style():
         figure = Figure(figsize=(7.4, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -89,7 +92,7 @@ def passkey_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey
             y = np.array([hits / n for hits, n in pooled.values()])
             bounds = np.array([wilson(hits, n) for hits, n in pooled.values()])
             error = np.abs(np.stack([y - bounds[:, 0], bounds[:, 1] - y]))
-            axes.errorbar(x, y, yerr=error, label=case, capsize=2, elinewidth=0.8, **_look(index))
+            axes.errorbar(x, y, yerr=error, label=names[case], capsize=2, elinewidth=0.8, **_look(index))
         _training_line(axes, train_length, "trained up to here")
         _length_axis(axes, sorted(lengths), train_length)
         axes.set_ylim(-0.04, 1.06)
@@ -101,6 +104,7 @@ def passkey_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey
 def heatmap_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey by length and depth") -> Figure:
     """Share of keys found for each length (columns) and depth of the key (rows), one panel per case."""
     cases = _group(rows, "case")
+    names = short_names(cases)
     columns = min(3, len(cases))
     with _style():
         figure = Figure(figsize=(3.1 * columns + 0.6, 2.75 * -(-len(cases) // columns) + 0.5), layout="constrained")
@@ -108,7 +112,7 @@ def heatmap_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey
         image = None
         for panel, (case, own) in zip(panels.flat, cases.items(), strict=False):
             image = _heatmap(panel, own, train_length)
-            panel.set_title(case, fontsize=9.5)
+            panel.set_title(names[case], fontsize=9.5)
         for panel in panels.flat[len(cases) :]:
             panel.set_visible(False)
         for panel in panels[:, 0]:
@@ -137,7 +141,7 @@ def prior_figure(rows: Iterable[Row], train_length: int, title: str = "Learned p
                 distance, label = np.asarray(row["curve"]["distance"]) + 1, f"head {row['head']}: {row['regime']}"
                 panel.plot(distance, row["curve"]["p"], label=label, **_look(index, marker=False))
             panel.plot([1, keys], [1 / keys] * 2, color="#9A9A9A", lw=0.8, zorder=1)
-            _training_line(panel, train_length, "training length" if layer == 0 else None)
+            _training_line(panel, train_length, "training length" if panel is panels.flat[0] else None, at_top=False)
             panel.set(xscale="log", yscale="log", title=f"layer {layer}", ylim=(1e-3 / keys, 2))
             panel.legend(fontsize=7.5, loc="upper right")
         for panel in panels.flat[len(layers) :]:
@@ -214,6 +218,13 @@ def _by_depth(rows: list[Row], places: np.ndarray) -> np.ndarray:
     return (nearest * correct[None, :]).sum(axis=1) / nearest.sum(axis=1)
 
 
+def short_names(cases: Iterable[str]) -> dict[str, str]:
+    """Specs without their options, where that leaves no two alike: for legends and panel titles."""
+    bare = {case: re.sub(r"\([^()]*\)", "", case) for case in cases}
+    alike = [name for name in bare.values() if list(bare.values()).count(name) > 1]
+    return {case: case if name in alike else name for case, name in bare.items()}
+
+
 def short_number(n: int) -> str:
     """512, 2k, 16k, 1M: powers of two as people say them."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
@@ -227,11 +238,11 @@ def _look(index: int, marker: bool = True) -> dict[str, Any]:
     return look | ({"marker": MARKERS[index % len(MARKERS)], "ms": 4.5} if marker else {})
 
 
-def _training_line(axes: Axes, train_length: int, label: str | None) -> None:
+def _training_line(axes: Axes, train_length: int, label: str | None, at_top: bool = True) -> None:
     axes.axvline(train_length, color="#666666", lw=1, ls=(0, (2, 2)), zorder=1)
     if label:
-        at = axes.get_xaxis_transform()
-        axes.text(train_length, 1.0, f" {label}", transform=at, fontsize=7.5, color="#555555", va="top", ha="left")
+        look: dict[str, Any] = {"fontsize": 7.5, "color": "#555555", "va": "top" if at_top else "bottom"}
+        axes.text(train_length, 1.0 if at_top else 0.01, f" {label}", transform=axes.get_xaxis_transform(), **look)
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int], train_length: int) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bampath.analysis.figures import short_number
+from bampath.analysis.figures import short_names, short_number
 from bampath.evaluation.passkey import PasskeyResult
 from bampath.evaluation.perplexity import PositionLoss
 from bampath.progress import duration
@@ -23,6 +23,7 @@ class Board:
 
     def __init__(self, study: Study, train_length: int, cells: Sequence[Cell], out: TextIO = sys.stdout) -> None:
         self._study, self._train_length, self._cells = study, train_length, cells
+        self._names = short_names(cell.scheme for cell in cells)
         self._console = Console(file=out)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._state: dict[Cell, str] = dict.fromkeys(cells, "")
@@ -94,7 +95,7 @@ class Board:
                 table.add_column(f"{name}\n{short_number(length)}\n{times}", justify="right")
         table.add_column("state", overflow="fold")
         for cell in self._cells:
-            table.add_row(cell.scheme, str(cell.seed), *self._numbers(cell), self._state[cell])
+            table.add_row(self._names[cell.scheme], str(cell.seed), *self._numbers(cell), self._state[cell])
         return table
 
     def _columns(self) -> list[tuple[str, list[int]]]:

@@ -1,0 +1,171 @@
+"""The extrapolation study from beginning to end, in seconds: two schemes, three steps each, on a few sentences."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bampath.evaluation import passkey, perplexity
+from experiments.extrapolation import cells, report, run
+from experiments.extrapolation.config import SIZES, Study
+
+SCHEMES = ("nope", "bam(init=slopes)+ssmax")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("study")
+
+
+@pytest.fixture(scope="module")
+def study(folder):
+    text = " ".join(
+        f"The {word} of the union shall number {i} states." for i, word in enumerate(["senate", "law"] * 120)
+    )
+    for name in ("a", "b", "c", "d", "e", "f"):
+        (folder / "text").mkdir(exist_ok=True)
+        (folder / "text" / f"{name}.txt").write_text(f"{name} {text}", encoding="utf-8")
+    changes = (
+        f"data.source={folder / 'text'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.split=hash",
+        "data.validation_fraction=0.5",
+        "data.batch_size=2",
+        "data.workers=0",
+        "model.layers=1",
+        "model.heads=2",
+        "model.dim=16",
+        "model.mlp_dim=16",
+        "train.steps=3",
+        "train.save_every=3",
+        "train.log_every=1",
+        "optim.warmup_steps=1",
+    )
+    small = SIZES["cpu"]
+    return replace(
+        small,
+        overrides=(*small.overrides, *changes),
+        schemes=SCHEMES,
+        vocab_size=400,
+        passkey=(1, 2),
+        samples=3,
+        perplexity=2,
+        perplexity_rows=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(study, folder):
+    return run.run_study(study, [0], folder / "out")
+
+
+def test_results_file_has_env_and_every_row(results, study, folder):
+    saved = json.loads((folder / "out" / "results.json").read_text(encoding="utf-8"))
+    assert saved == json.loads(json.dumps(results))
+    assert {"date", "device", "python", "jax", "jaxlib", "commit"} <= set(saved["env"])
+    for scheme in SCHEMES:
+        own = [row for row in saved["rows"] if row["case"] == scheme]
+        of = lambda kind, own=own: [row for row in own if row["benchmark"] == kind]
+        assert [row["length"] for row in of("passkey")] == [128, 256]
+        assert [row["end"] for row in of("perplexity")] == [128, 256]
+        (training,) = of("training")
+        assert training["steps"] == 3
+        assert training["training_seconds"] > 0
+        assert len(of("prior")) == (0 if scheme == "nope" else 2)
+    assert saved["study"]["total_seconds"] > 0
+
+
+def test_report_and_figures(results, folder):
+    text = (folder / "out" / "report.md").read_text(encoding="utf-8")
+    assert "| `bam(init=slopes)+ssmax` |" in text
+    assert "Not learned at the training length" in text
+    shown = sorted(path.name for path in (folder / "out" / "figures").iterdir())
+    common = ["passkey-depth.png", "passkey.png", "perplexity.png"]
+    assert shown == ["exponents-bam-init-slopes-ssmax.png", *common, "priors-bam-init-slopes-ssmax.png"]
+    assert all(f"figures/{name}" in text for name in shown)
+
+
+def test_findings_say_who_won():
+    def row(case, length, correct):
+        return {"benchmark": "passkey", "case": case, "length": length, "correct": correct, "samples": 20}
+
+    hits = {"a": (20, 20, 19), "b": (20, 3, 0), "c": (5, 20, 20)}
+    rows = [row(case, 128 * 2**i, n) for case, numbers in hits.items() for i, n in enumerate(numbers)]
+    said = report.findings({"rows": rows, "study": {"train_length": 128}})
+    assert said == [
+        "Not learned at the training length (below 90% there): `c`.",
+        "At least 90% of the keys up to 4× the training length: `a`.",
+        "At least 90% of the keys up to 1× the training length: `b`.",
+    ]
+
+
+def test_a_finished_cell_is_read_and_not_trained_again(results, study, folder, monkeypatch):
+    monkeypatch.setattr(cells, "fit", None)
+    again = run.run_study(study, [0], folder / "out")
+    assert again["rows"] == json.loads(json.dumps(results["rows"]))
+    with pytest.raises(ValueError, match="other options"):
+        run.run_study(replace(study, samples=4), [0], folder / "out")
+
+
+def test_an_unfinished_cell_continues_from_its_checkpoint(results, study, folder):
+    cell = cells.Cell("nope", 0)
+    finished = folder / "out" / "cells" / cell.slug / "rows.json"
+    before = finished.read_text(encoding="utf-8")
+    finished.unlink()
+    rows = cells.run_cell(study, cell, folder / "out", folder / "out" / "tokenizer.json", lambda kind, value: None)
+    log = (finished.parent / "training.log").read_text(encoding="utf-8")
+    assert "continuing after step 3" in log
+    old = [row for row in json.loads(before)["rows"] if row["benchmark"] != "training"]
+    assert [row for row in rows if row["benchmark"] != "training"] == old
+
+
+def test_commands_on_its_checkpoints(results, folder, capsys):
+    checkpoint = str(folder / "out" / "cells" / "nope-seed0" / "run")
+    out = folder / "passkey.json"
+    passkey.main([checkpoint, "--lengths", "1x,2x", "--samples", "3", "--out", str(out)])
+    (first, second) = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    study_rows = [row for row in results["rows"] if row["case"] == "nope" and row["benchmark"] == "passkey"]
+    assert [first["answer_loss"], second["answer_loss"]] == pytest.approx([row["answer_loss"] for row in study_rows])
+    perplexity.main([checkpoint, "--length", "2x", "--rows", "2", "--out", str(out)])
+    windows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    study_rows = [row for row in results["rows"] if row["case"] == "nope" and row["benchmark"] == "perplexity"]
+    assert [row["loss"] for row in windows] == pytest.approx([row["loss"] for row in study_rows])
+    assert "128 to 256" in capsys.readouterr().out
+
+
+def test_publishing_writes_the_numbers_into_the_readme(results, folder, monkeypatch):
+    here = folder / "here"
+    (here / "figures").mkdir(parents=True)
+    (here / "figures" / "stale.png").write_bytes(b"")
+    (here / "README.md").write_text(f"before\n{run.BEGIN}\nold\n{run.END}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(run, "HERE", here)
+    run.publish(folder / "out", results)
+    text = (here / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| `nope` |" in text
+    assert "old" not in text
+    assert not (here / "figures" / "stale.png").exists()
+    assert (here / "results.json").exists()
+
+
+def test_command_line(tmp_path):
+    options = run.parse(["--schemes", "rope", "bam(init=laplace)+ssmax", "train.steps=7", "--out", str(tmp_path)])
+    study = run.study_of(options)
+    assert study.schemes == ("rope", "bam(init=laplace)+ssmax")
+    assert study.config("rope", 3).train.steps == 7
+    assert study.config("rope", 3).train.seed == 3
+    assert run.folder_of(options) == tmp_path
+    (tmp_path / "cells").mkdir()
+    with pytest.raises(ValueError, match="--resume"):
+        run.folder_of(options)
+    with pytest.raises(ValueError, match="did you mean"):
+        run.main(["--schemes", "roqe"])
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_every_scheme_gets_the_same_budget(name):
+    study: Study = SIZES[name]
+    configs = [study.config(scheme, 0) for scheme in study.schemes]
+    assert len({(c.optim, c.data, c.train) for c in configs}) == 1
+    assert len({replace(c.model, position="nope") for c in configs}) == 1
