@@ -5,6 +5,8 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["BAMPATH_CACHE"] = os.path.join(tempfile.gettempdir(), f"bampath-tests-{os.getuid()}")  # never the user's
+# The suite's time is compile time: LLVM without its optimiser takes half of it and changes no semantics.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax

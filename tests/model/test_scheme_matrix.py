@@ -140,7 +140,7 @@ def test_a_padded_row_equals_its_solo_run(spec: str, side: str) -> None:
         np.testing.assert_allclose(got, want[i, : n + more], atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", HEADLINE)
+@pytest.mark.parametrize("spec", ["rope", "path+bam+ssmax"])
 def test_rematerialisation_changes_no_number(spec: str) -> None:
     tokens, grads = random_tokens(2, 24), []
     _, params = build(spec)
