@@ -18,8 +18,8 @@ from bampath.positions.theory import Regime, belief, regimes
 class Head:
     """One head's prior for a query that sees `keys` keys, itself included.
 
-    p: float64 [keys], normalised, by distance (p[0] is the query's own place); the sharpness of that query is in it
-    where it multiplies the prior. entropy in nats, mean_distance in tokens; regime as in `positions.theory`.
+    p: float64 [keys] (or [window], if the scheme has a smaller one), normalised, by distance: p[0] is the query's own
+    place. The sharpness of that query is in it where it multiplies the prior. entropy in nats, mean_distance in tokens; regime as in `positions.theory`.
     parameters: the head's own learned numbers, such as "bam/theta_beta" and "ssmax/scale".
     """
 
@@ -35,7 +35,7 @@ class Head:
     def row(self, points: int = 64, **more: Any) -> dict[str, Any]:
         """Plain values, `more` first; the curve at about `points` distances, evenly spread on a logarithmic axis."""
         names = ("layer", "head", "keys", "entropy", "mean_distance", "regime", "parameters")
-        shown = np.unique(np.geomspace(1, self.keys, points).astype(int)) - 1
+        shown = np.unique(np.geomspace(1, len(self.p), points).astype(int)) - 1
         curve = {"distance": shown.tolist(), "p": [float(f"{value:.5g}") for value in self.p[shown]]}
         return {**more, "benchmark": "prior", **{name: getattr(self, name) for name in names}, "curve": curve}
 

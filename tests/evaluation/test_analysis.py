@@ -59,6 +59,19 @@ def test_a_head_as_a_row():
     np.testing.assert_allclose(row["curve"]["p"], 1 / KEYS, rtol=1e-4)
 
 
+def test_shared_priors_and_windows():
+    config = configs.get("tiny", "model.layers=1", "position=bam(scope=global)").model
+    params = {
+        "shared_position_bam": {"theta_alpha": np.zeros(4), "theta_beta": np.ones(4)},
+        "layer_0": {"attention": {}},
+    }
+    assert analysis.read_heads(config, params, KEYS)[3].parameters == {"bam/theta_alpha": 0, "bam/theta_beta": 1}
+    windowed = configs.get("tiny", "model.layers=1", "position=alibi+window(8)").model
+    (head, *_) = analysis.read_heads(windowed, {"layer_0": {"attention": {}}}, KEYS)
+    assert head.p.shape == (8,)
+    assert head.row()["curve"]["distance"][-1] == 7
+
+
 def passkey_rows():
     sample = lambda depth, correct: {"depth": depth, "correct": correct}
     rows = []
