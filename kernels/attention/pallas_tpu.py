@@ -247,7 +247,8 @@ def _gradient_outputs(plan: Plan, wanted: Wanted, program: Program | None, opera
     if wanted.queries:
         heads, length = (plan.group, plan.padded_queries) if wanted.keys else (1, plan.block_q)
         place = (lambda k, b, j, s: (b, k, 0, 0)) if wanted.keys else (lambda h, b, i, s: (b, h, 0, i))
-        for name, rows in {"dq": plan.padded_dim, **({"dsharpness": 1} if plan.sharpness else {})}.items():
+        scalars = {"dsharpness": plan.sharpness, "dq_gates": plan.gates}
+        for name, rows in {"dq": plan.padded_dim, **{n: 1 for n, used in scalars.items() if used}}.items():
             shape = float32(b, h, rows, plan.padded_queries)
             operands.outputs[name] = (shape, pl.BlockSpec((1, heads, rows, length), place))
     if not wanted.keys:
@@ -302,10 +303,10 @@ def _backward(plan: Plan, call: Call, o: Array, lse: Array, do: Array, dlse: Arr
     out: dict[str, Array] = {}
     for wanted in passes:
         out |= _backward_kernel(plan, call, wanted, saved)
-    return _cotangents(plan, call, out, dlse)
+    return _cotangents(plan, call, out)
 
 
-def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> Call:
+def _cotangents(plan: Plan, call: Call, out: dict[str, Array]) -> Call:
     """Back to the shapes of the call; None stands for zero."""
     lengths_first = lambda x, length, dim: jnp.transpose(x, (0, 3, 1, 2))[:, :length, :, :dim]
     dsharpness = None
@@ -322,10 +323,9 @@ def _cotangents(plan: Plan, call: Call, out: dict[str, Array], dlse: Array) -> C
         grads = [total[:, n].astype(leaf.dtype) for n, leaf in enumerate(leaves)] if total is not None else []
         prior = DistancePrior(jax.tree.unflatten(tree, grads), call.prior.log_prior)
     if call.gates is not None:
-        # A gate sum of the query shifts its whole row, hence lse, and nothing else.
-        shift = dlse * call.sharpness if plan.sharpen_prior and call.sharpness is not None else dlse
-        dk_gates = jnp.swapaxes(out["dk_gates"][:, :, 0, : plan.keys], 1, 2)
-        gates = (shift.astype(call.gates[0].dtype), None, dk_gates.astype(call.gates[2].dtype), None)
+        dq_gates = lengths_first(out["dq_gates"], plan.queries, 1)[..., 0].astype(call.gates[0].dtype)
+        dk_gates = jnp.swapaxes(out["dk_gates"][:, :, 0, : plan.keys], 1, 2).astype(call.gates[2].dtype)
+        gates = (dq_gates, None, dk_gates, None)
     return replace(
         call,
         q=(call.scale * lengths_first(out["dq"], plan.queries, plan.dim)).astype(call.q.dtype),

@@ -278,7 +278,7 @@ def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[s
         active, start, finish = j <= last, inner == 0, None
     tile = Tile(plan, program, refs, batch, head, i, j, backward=True)
     whole_row = (outer == 0) & (inner == 0) if wanted.keys else inner == 0
-    begins = {("dq", "dsharpness"): whole_row, ("dk", "dv"): inner == 0, ("gate_sums",): start}
+    begins = {("dq", "dsharpness", "dq_gates"): whole_row, ("dk", "dv"): inner == 0, ("gate_sums",): start}
     begins[("dprior", "dtable")] = whole_row & (batch == 0)
     for sums, condition in begins.items():
         if mine := [refs[name] for name in sums if name in refs]:
@@ -319,8 +319,12 @@ def _gradients(tile: Tile, wanted: Wanted, at: tuple[Any, Any], masked: bool) ->
         if plan.sharpness:
             seen = jnp.where(p > 0, content, 0) if masked else content
             refs["dsharpness"][0, member, :, lanes] += jnp.sum(ds * seen, axis=0, keepdims=True)
-    if wanted.keys and (slopes or plan.gates or plan.table):
-        dbias = dcontent if plan.sharpen_prior else ds
+    dbias = dcontent if plan.sharpen_prior else ds
+    if wanted.queries and plan.gates:
+        # Nothing but the cotangent of lse in exact arithmetic. Yet a gate's gradient is a difference of this and of the
+        # keys' sums, in which the rounding of p and dp cancels only if both are sums of the same scores.
+        refs["dq_gates"][0, member, :, lanes] += jnp.sum(dbias, axis=0, keepdims=True)
+    if wanted.keys:
         for n, slope in enumerate(slopes):
             refs["dprior"][member, n] += fold(dbias * slope)
         if plan.table:
