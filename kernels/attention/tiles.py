@@ -22,7 +22,8 @@ from kernels.attention.call import FAR, Call
 from kernels.attention.masks import visible
 
 Array = jax.Array
-TILE = 2**21  # scores of one tile, all batch rows and heads together, that a loop step aims at
+TILE = {"cpu": 2**19}  # scores of one tile, all batch rows and heads together, that a loop step aims at
+ACCELERATOR_TILE = 2**24
 LARGEST, SMALLEST = 512, 64  # bounds of a block of queries
 
 
@@ -43,9 +44,10 @@ def _split(length: int, block: int) -> tuple[int, int]:
 def choose_grid(call: Call) -> Grid:
     """Near square tiles of about TILE scores; a short sequence is one tile, a few queries get long blocks of keys."""
     batch, length, heads, _ = call.q.shape
-    pairs = max(1, TILE // (batch * heads))
-    rows, row_blocks = _split(length, max(SMALLEST, min(LARGEST, math.isqrt(pairs))))
-    cols, col_blocks = _split(call.k.shape[1], max(SMALLEST, pairs // rows))
+    pairs = max(1, TILE.get(jax.default_backend(), ACCELERATOR_TILE) // (batch * heads))
+    power = lambda n: 1 << (n.bit_length() - 1)
+    rows, row_blocks = _split(length, max(SMALLEST, min(LARGEST, power(math.isqrt(pairs)))))
+    cols, col_blocks = _split(call.k.shape[1], max(SMALLEST, power(max(1, pairs // rows))))
     return Grid(rows, cols, row_blocks, col_blocks)
 
 
@@ -190,7 +192,11 @@ def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Arr
 def _per_head(call: Call, params: Any, d: Array) -> Array:
     """log_prior of every head at the distances d -> [H, *d.shape]."""
     assert call.prior is not None
-    values = lax.map(lambda head: call.prior.log_prior(head, d), params) if d.ndim == 1 else jax.vmap(call.prior.log_prior, in_axes=(0, None))(params, d)
+    values = (
+        lax.map(lambda head: call.prior.log_prior(head, d), params)
+        if d.ndim == 1
+        else jax.vmap(call.prior.log_prior, in_axes=(0, None))(params, d)
+    )
     return values.astype(jnp.promote_types(call.q.dtype, jnp.float32))
 
 
@@ -209,14 +215,29 @@ def lay_diagonals(call: Call, table: Array, row: Block, col: Block, grid: Grid) 
     return jax.vmap(line, out_axes=1)(jnp.arange(grid.rows, dtype=jnp.int32))[None]
 
 
-def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block, grid: Grid) -> Array:
-    """The transpose of `lay_diagonals`: add the sums of a tile [B, H, R, C] along its diagonals to a table.
+def _diagonals_by_rows(tile: Array) -> Array:
+    """Sums along the diagonals of [H, R, C] -> [H, R + C - 1], bottom left first: one shifted add per row, in order."""
+    heads, rows, cols = tile.shape
 
-    Without a scatter: each row is padded by R - 1, and the flat array cut again into rows that are one longer.
-    """
-    heads, width = tile.shape[1], grid.rows + grid.cols
-    flat = jnp.pad(batch_sum(tile)[0], ((0, 0), (0, 0), (0, grid.rows - 1))).reshape(heads, grid.rows * (width - 1))
-    sums = jnp.pad(flat, ((0, 0), (grid.rows - 1, 1))).reshape(heads, grid.rows, width).sum(1)[:, : width - 1]
+    def body(r: Array, sums: Array) -> Array:
+        line = lax.dynamic_index_in_dim(tile, r, axis=1, keepdims=False)
+        return accumulate(sums, line, rows - 1 - r)
+
+    return lax.fori_loop(0, rows, body, lax.full_like(tile, 0, shape=(heads, rows + cols - 1)))
+
+
+def _diagonals_by_cutting(tile: Array) -> Array:
+    """The same without a loop: pad each row by R - 1, then cut the flat array into rows one longer, and add those up."""
+    heads, rows, cols = tile.shape
+    width = rows + cols
+    flat = jnp.pad(tile, ((0, 0), (0, 0), (0, rows - 1))).reshape(heads, rows * (width - 1))
+    return jnp.pad(flat, ((0, 0), (rows - 1, 1))).reshape(heads, rows, width).sum(1)[:, : width - 1]
+
+
+def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block, grid: Grid) -> Array:
+    """The transpose of `lay_diagonals`, without a scatter: add the sums of [B, H, R, C] along its diagonals to a table."""
+    # A loop of tiny steps is 20 times faster on CPU, and hopeless where each step is a kernel launch.
+    sums = lax.platform_dependent(batch_sum(tile)[0], cpu=_diagonals_by_rows, default=_diagonals_by_cutting)
     return accumulate(table, sums, col.start - row.start + call.q.shape[1] - grid.rows)
 
 

@@ -22,6 +22,7 @@ from kernels.attention.call import Call, DistancePrior
 from kernels.attention.tiles import Block, Grid
 
 Array = jax.Array
+FEW = 64  # query rows times heads up to which keys and values are read in storage order
 
 
 def supports(call: Call) -> str | None:
@@ -44,8 +45,8 @@ class Row(NamedTuple):
 class Scores(NamedTuple):
     """One tile: logits (−inf where unseen) and what the backward pass needs to take them apart."""
 
-    k: Array  # [B, C, K, D], zero where no row of the tile sees the key, as v
-    v: Array
+    k: Array  # [B, C, K, D]; zero where no row of the tile sees the key, if the backward pass multiplies by it
+    v: Array  # [B, C, K, Dv]; zero where no row of the tile sees the key
     logits: Array  # [B, H, R, C]
     sharpened: Array | None  # the part that the sharpness multiplies
     prior_vjp: Callable[[Array], Any] | None  # for explicit positions
@@ -67,16 +68,32 @@ def _group(x: Array, kv_heads: int) -> Array:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
+def _few(x: Array) -> bool:
+    """Few enough query rows (decode) that reading keys as stored, with a block-diagonal query, beats transposing them."""
+    return x.shape[1] * x.shape[2] <= FEW
+
+
 def _rows_by_cols(x: Array, k: Array, low: Any) -> Array:
     """[B, H, R, D], [B, C, K, D] -> [B, H, R, C]."""
-    out = _matmul("bkrd,bckd->bkrc", _group(x, k.shape[2]), k, low)
-    return out.reshape(*x.shape[:3], k.shape[1])
+    batch, cols, kv_heads, dim = k.shape
+    grouped = _group(x, kv_heads)
+    if _few(x):
+        blocks = jnp.einsum("bkrd,kl->bkrld", grouped, jnp.eye(kv_heads, dtype=x.dtype))
+        out = _matmul("byx,bcx->byc", blocks.reshape(batch, -1, kv_heads * dim), k.reshape(batch, cols, -1), low)
+    else:
+        out = _matmul("bkrd,bckd->bkrc", grouped, k, low)
+    return out.reshape(*x.shape[:3], cols)
 
 
 def _to_rows(p: Array, v: Array, low: Any) -> Array:
     """[B, H, R, C], [B, C, K, D] -> [B, H, R, D]."""
-    out = _matmul("bkrc,bckd->bkrd", _group(p, v.shape[2]), v, low)
-    return out.reshape(*p.shape[:3], v.shape[3])
+    batch, cols, kv_heads, dim = v.shape
+    if _few(p):
+        every = _matmul("byc,bcx->byx", p.reshape(batch, -1, cols), v.reshape(batch, cols, -1), low)
+        out = jnp.einsum("bkrkd->bkrd", every.reshape(batch, kv_heads, -1, kv_heads, dim))
+    else:
+        out = _matmul("bkrc,bckd->bkrd", _group(p, kv_heads), v, low)
+    return out.reshape(*p.shape[:3], dim)
 
 
 def _to_cols(p: Array, x: Array, kv_heads: int, low: Any) -> Array:
@@ -96,8 +113,10 @@ def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | in
     gates = col.gates
     if seen is not None and not call.every_key_is_seen():
         used = seen.any(1)
-        k, v = (jnp.where(used[:, :, None, None], x, 0) for x in (k, v))
-        gates = None if gates is None else tuple(jnp.where(used[:, None], g, 0) for g in gates)
+        v = jnp.where(used[:, :, None, None], v, 0)  # 0 · NaN
+        if row.do is not None:
+            k = jnp.where(used[:, :, None, None], k, 0)
+            gates = None if gates is None else tuple(jnp.where(used[:, None], g, 0) for g in gates)
     content = call.scale * _rows_by_cols(row.q, k, call.q.dtype)
     bias, pullback = None, None
     if table is not None:
