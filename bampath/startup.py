@@ -1,13 +1,21 @@
 """What a run prints before its first step, so that nobody has to guess what is being trained."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from bampath.config import Config
 from bampath.data.tokenizer import Tokenizer
 from bampath.flops import peak_flops, train_flops_per_token
 from bampath.params import POSITIONAL_ROLES
 from bampath.positions.registry import parse
-from bampath.step import Declared
+from bampath.step import Declared, build_model, declare
+from kernels.attention import api as attention_api
+from kernels.path import api as path_api
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
@@ -31,7 +39,7 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
         "device": f"{devices[0].device_kind} ({backend}), 1 of {len(devices)} used",
         "precision": f"compute {model.dtype}, parameters and positions float32, matrix products of float32 "
         + (getattr(jax.config, "jax_default_matmul_precision", None) or "as the backend does by default"),
-        "attention": model.attention_impl or "the best kernel for each call on this backend",
+        "kernels": _per_layer(kernels(config)),
         "position": schemes(config),
         "mask": masks(config),
         "parameters": f"{declared.count:,}, of which {declared.count_of(*POSITIONAL_ROLES):,} positional",
@@ -47,12 +55,44 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
 def schemes(config: Config) -> str:
     """Which layers have which composition: `0–2, 4–6: rope+window(512); 3, 7: nope`."""
     scheme = parse(config.model.position)
-    layers: dict[str, list[int]] = {}
-    for layer in range(config.model.layers):
-        layers.setdefault(scheme.at(layer).name, []).append(layer)
-    if len(layers) == 1:
-        return f"{next(iter(layers))} in all {config.model.layers} layers"
-    return "; ".join(f"{name} in layers {_runs(found)}" for name, found in layers.items())
+    return _per_layer([scheme.at(layer).name for layer in range(config.model.layers)])
+
+
+def kernels(config: Config) -> list[str]:
+    """The op and backend of each layer, `attention xla` for example, found by tracing a training batch.
+
+    ValueError, with the reason, if model.attention_impl names a backend that cannot serve it.
+    """
+    rows = config.data.batch_size // config.train.accumulate
+    tokens = jax.ShapeDtypeStruct((rows, config.data.sequence_length), jnp.int32)
+    model = build_model(replace(config, model=replace(config.model, remat="none")))
+    found: list[str] = []
+
+    def forward(params: Any, tokens: jax.Array) -> Any:
+        ids = tokens if config.data.document_mask else None
+        return model.apply({"params": params}, tokens, ids, method="features")
+
+    shapes = declare(model).shapes
+    with _noting(attention_api, "attention", found), _noting(path_api, "path", found):
+        jax.eval_shape(forward, shapes, tokens)
+    return found
+
+
+@contextmanager
+def _noting(api: Any, op: str, found: list[str]) -> Iterator[None]:
+    """Write down what the op chooses, call by call: the choice depends on all its arguments, so it is not repeated here
+    but overheard."""
+    choose = api.choose
+
+    def noted(call: Any, implementation: str | None = None) -> str:
+        found.append(f"{op} {(name := choose(call, implementation))}")
+        return name
+
+    api.choose = noted
+    try:
+        yield
+    finally:
+        api.choose = choose
 
 
 def masks(config: Config) -> str:
@@ -61,6 +101,14 @@ def masks(config: Config) -> str:
     windows = sorted({w for layer in range(config.model.layers) if (w := scheme.at(layer).window)})
     words = ["causal", "within documents" if config.data.document_mask else "across documents"]
     return ", ".join(words + [f"windows of {', '.join(map(str, windows))} in the layers that say so"] * bool(windows))
+
+
+def _per_layer(names: Sequence[str]) -> str:
+    """`rope in layers 0–2, 4–6; nope in layers 3, 7`, from one name per layer."""
+    if len(set(names)) == 1:
+        return f"{names[0]} in all {len(names)} layers"
+    layers = {name: [i for i, other in enumerate(names) if other == name] for name in dict.fromkeys(names)}
+    return "; ".join(f"{name} in layers {_runs(found)}" for name, found in layers.items())
 
 
 def _runs(numbers: list[int]) -> str:

@@ -74,20 +74,23 @@ def fit(
     resume: bool = False,
     evaluate: Evaluate | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    out: TextIO = sys.stdout,
+    out: TextIO | None = None,
 ) -> Result:
     """Train `config` in `run_dir` (config.json, metrics.jsonl, tensorboard/, checkpoints/) and return how it ended.
 
     resume: continue the run that is there from its last complete checkpoint, or from the start if it has none; without
-    it a folder with anything in it is refused. evaluate: called every train.eval_every steps and at the end, by default
-    `validation_loss`; its numbers are written as kind "eval". should_stop: asked after each step; true saves and ends.
+        it a folder with anything in it is refused.
+    evaluate: called every train.eval_every steps and at the end, by default `validation_loss` (if eval_every is set);
+        its numbers are written as kind "eval".
+    should_stop: asked after each step; true saves and ends.
+    out: where progress is shown; default: standard output.
 
     Raises NonFiniteError, after saving the last sound state; FileExistsError; CheckpointError if the run is of another
     model; ValueError for keys that cannot change when resuming.
     """
     if jax.process_count() > 1:
         raise ValueError(f"fit runs in one process; jax.process_count() is {jax.process_count()}")
-    run_dir = Path(run_dir).absolute()
+    run_dir, out = Path(run_dir).absolute(), out or sys.stdout
     model = build_model(config)
     declared = declare(model)
     found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
