@@ -90,9 +90,8 @@ def muon_dimensions(roles: Any, axes: Any) -> Any:
     """Per parameter the axes that Muon treats as rows and columns, or None where Adam serves.
 
     Muon is for maps between hidden states: role "matrix", not the embedding or the head. Attention weights keep their
-    heads apart in storage but act as one matrix, [dim, (heads, head_dim)] in and [(heads, head_dim), dim] out, so every
-    axis on the far side of "embed" (or of a low rank) is merged. ValueError for a matrix of three or more axes that
-    does not say so.
+    heads apart in storage but act as one matrix, [dim, (heads, head_dim)] in and [(heads, head_dim), dim] out: a weight
+    that ends in "embed" maps to it from all other axes, every other one maps from its first axis to the rest.
     """
     return jax.tree.map(_muon_axes, roles, axes, is_leaf=lambda node: isinstance(node, str))
 
@@ -100,15 +99,12 @@ def muon_dimensions(roles: Any, axes: Any) -> Any:
 def _muon_axes(role: str, axes: tuple[str | None, ...]) -> contrib.MuonDimensionNumbers | None:
     if role != "matrix" or "vocab" in axes:
         return None
-    stacked = tuple(i for i, name in enumerate(axes) if name == "layers")  # each layer of a stack is its own matrix
-    rows = tuple(i for i in range(len(axes)) if i not in stacked)
-    if len(rows) == 2:
-        return contrib.MuonDimensionNumbers(rows[0], rows[1])
-    if axes[rows[0]] == "embed" or axes[rows[1]] in ("heads", "kv_heads"):  # the latter: from a low rank into heads
-        return contrib.MuonDimensionNumbers(rows[0], rows[1:])
-    if axes[rows[-1]] == "embed":
-        return contrib.MuonDimensionNumbers(rows[:-1], rows[-1])
-    raise ValueError(f'Muon cannot tell rows from columns of a matrix with axes {axes}: none of its ends is "embed"')
+    own = tuple(i for i, name in enumerate(axes) if name != "layers")  # each layer of a stack is a matrix of its own
+    split = -1 if len(own) > 2 and axes[own[-1]] == "embed" else 1
+    rows, columns = own[:split], own[split:]
+    return contrib.MuonDimensionNumbers(
+        rows[0] if len(rows) == 1 else rows, columns[0] if len(columns) == 1 else columns
+    )
 
 
 def _match_adam(update: jax.Array, dims: contrib.MuonDimensionNumbers) -> jax.Array:

@@ -8,6 +8,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from bampath.config import OptimConfig
 from bampath.optim import learning_rate, make_optimizer, muon_dimensions
+from bampath.step import build_model, declare
+from tests.train.small import small
 
 ROLES = {
     "embedding": "embedding",
@@ -116,7 +118,7 @@ def test_clipping_with_and_without_positional_parameters(counted):
     np.testing.assert_allclose(updates["alpha"], -(factor if counted else 1.0) * grads["alpha"], rtol=1e-5)
 
 
-def test_muon_takes_matrices_only_leaf_by_leaf():
+def test_muon_takes_matrices_only():
     dims = muon_dimensions(ROLES, AXES)
     assert dims == {
         **dict.fromkeys(ROLES),
@@ -127,8 +129,23 @@ def test_muon_takes_matrices_only_leaf_by_leaf():
     }
     low_rank = muon_dimensions({"x": "matrix"}, {"x": (None, "kv_heads", None)})
     assert low_rank == {"x": MuonDimensionNumbers(0, (1, 2))}
-    with pytest.raises(ValueError, match="rows from columns"):
-        muon_dimensions({"x": "matrix"}, {"x": ("heads", None, None)})
+
+
+def test_muon_takes_these_leaves_of_a_model_and_no_others():
+    declared = declare(build_model(small("position=path+fox+bam+ssmax", "model.qk_norm=true")))
+    dims = muon_dimensions(declared.roles, declared.axes)
+    is_leaf = lambda node: node is None or isinstance(node, MuonDimensionNumbers)
+    leaves = jax.tree_util.tree_leaves_with_path(dims, is_leaf=is_leaf)
+    taken = {"/".join(key.key for key in path): dim for path, dim in leaves if dim is not None}
+    wide, flat, out = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(0, 1), MuonDimensionNumbers((0, 1), 2)
+    assert taken == {
+        **{f"layer_0/attention/{name}": wide for name in ("query", "key", "value")},
+        "layer_0/attention/out": out,
+        **{f"layer_0/mlp/{name}": flat for name in ("gate", "up", "down")},
+        **{f"layer_0/attention/position/path/{name}": flat for name in ("w_down", "beta_kernel")},
+        "layer_0/attention/position/path/w_up": wide,
+        "layer_0/attention/position/fox/kernel": flat,
+    }
 
 
 def test_muon_steps_are_orthogonal_for_matrices_and_adams_elsewhere():
