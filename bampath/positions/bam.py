@@ -34,8 +34,10 @@ def ggd_log_prior(
     either sign of theta_beta works and the gradient to theta_beta is b ln x. The gradient to mu is 0 at d = mu.
     """
     x = as_float(d, theta_alpha)
-    offset = x if mu is None else x - mu
-    distance = offset * jax.lax.stop_gradient(jnp.sign(offset))  # |offset|, with derivative 0 (not ±1) at 0
+    if mu is None:
+        distance = jnp.abs(x)
+    else:  # |x - mu| with derivative 0 at 0, where that of jnp.abs is not
+        distance = (x - mu) * jax.lax.stop_gradient(jnp.sign(x - mu))
     if scale_inside:
         log_cost = theta_beta * jnp.log(distance * jnp.exp(theta_alpha) + EPS)
     else:

@@ -30,6 +30,8 @@ def angle(positions: Array, frequency: float) -> Array:
 
 def cos_sin(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
     """cos and sin of positions [...] times frequencies [n] (float64, below π): two float32 arrays [..., n]."""
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions has dtype {positions.dtype}; positions are integers")
     if frequencies.dtype != np.float64:
         raise TypeError(f"frequencies has dtype {frequencies.dtype}; float64 is needed for exact phases")
     shape = (1,) * positions.ndim + frequencies.shape

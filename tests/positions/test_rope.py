@@ -46,6 +46,8 @@ def test_phases_are_exact_at_any_position(start):
 def test_phases_refuse_rounded_frequencies():
     with pytest.raises(TypeError, match="float32"):
         cos_sin(jnp.arange(3), np.ones(2, np.float32))
+    with pytest.raises(TypeError, match="positions are integers"):
+        cos_sin(jnp.arange(3.0), np.ones(2))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
