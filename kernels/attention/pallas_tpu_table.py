@@ -37,7 +37,8 @@ def pieces(plan: Plan) -> int:
 
 def first_piece(plan: Plan, i: Any, j: Any) -> Any:
     """Index of the first piece of the tile of query block i and key block j."""
-    return (i * plan.block_q + plan.padded_keys - (j + 1) * plan.block_k) // piece(plan)
+    size = piece(plan)
+    return i * (plan.block_q // size) + plan.padded_keys // size - (j + 1) * (plan.block_k // size)
 
 
 def values(plan: Plan, params: Any) -> Array:

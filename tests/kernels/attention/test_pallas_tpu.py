@@ -120,8 +120,12 @@ def check(problem: Problem, tolerance: float = 1e-5, arrays: Any = None, loose: 
         assert relative_rms(a, b) < (loose or {}).get(name, tolerance), (name, relative_rms(a, b))
 
 
-def test_prior_and_sharpness_causal() -> None:
-    check(Problem(prior="ggd", sharpness=True))
+def test_prior_and_sharpness_causal_the_same_bits_twice() -> None:
+    problem = Problem(prior="ggd", sharpness=True)
+    check(problem)
+    first, second = (problem.run("pallas_tpu") for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_gates_segments_and_sharpness_of_content_alone(two_passes: None) -> None:
@@ -218,28 +222,22 @@ def test_extreme_priors_keep_every_gradient_finite_and_right(no_table: None) -> 
         assert relative_rms(got[name], want[name]) < 1e-4, name
 
 
-def test_two_runs_give_the_same_bits() -> None:
-    problem = Problem(prior="ggd", sharpness=True)
-    first, second = (problem.run("pallas_tpu") for _ in range(2))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def test_sharded_gradients_equal_those_of_one_device() -> None:
+def test_sharded_gradients_equal_the_reference_on_one_device() -> None:
     problem = Problem(prior="ggd", sharpness=True)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     heads = P("data", None, "model")
     specs = {n: P("model") if n == "prior" else heads for n in problem.arrays}
     specs["prior"] = dict.fromkeys(problem.arrays["prior"], P("model"))
 
-    def call(x: Any) -> Any:
+    def call(x: Any, implementation: str = "pallas_tpu") -> Any:
         rest = {n: a for n, a in x.items() if n != "prior"}
-        return attention(**rest, prior=DistancePrior(x["prior"], ggd), implementation="pallas_tpu")
+        return attention(**rest, prior=DistancePrior(x["prior"], ggd), implementation=implementation)
 
     sharded = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=heads, check_vma=False)
-    gradients = [jax.jit(jax.grad(lambda x, f=f: (f(x) * problem.do).sum()))(problem.arrays) for f in (call, sharded)]
+    dense = functools.partial(call, implementation="reference")
+    gradients = [jax.jit(jax.grad(lambda x, f=f: (f(x) * problem.do).sum()))(problem.arrays) for f in (dense, sharded)]
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
-        assert relative_rms(b, a) < 1e-6
+        assert relative_rms(b, a) < 1e-5
 
 
 # ---- Pieces ----
@@ -298,14 +296,15 @@ def test_a_table_is_sheared_into_tiles_and_summed_back(blocks: tuple[int, int]) 
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(blocks[1], blocks[0])), jnp.float32)
     i, j = 1, plan.k_blocks - 1
     start = pallas_tpu_table.first_piece(plan, i, j) * pallas_tpu_table.piece(plan)
-    tile = pallas_tpu_table.shear(plan, entries[None, start : start + sum(blocks)])
+    tile = jax.jit(functools.partial(pallas_tpu_table.shear, plan))(entries[None, start : start + sum(blocks)])
     ahead = (i * blocks[0] + np.arange(blocks[0]) + plan.shift)[None, :] - (j * blocks[1] + np.arange(blocks[1]))[
         :, None
     ]
     index = ahead + plan.padded_keys - 1 - plan.shift
     np.testing.assert_array_equal(np.asarray(tile), np.asarray(entries)[index])
     sums = np.zeros((1, 8, entries.size), np.float32)
-    sums[0, :, start : start + sum(blocks)] = pallas_tpu_table.diagonal_sums(plan, weights)
+    stretch = jax.jit(functools.partial(pallas_tpu_table.diagonal_sums, plan))(weights)
+    sums[0, :, start : start + sum(blocks)] = stretch
     want = np.zeros(entries.size, np.float64)
     np.add.at(want, index, np.asarray(weights, np.float64))
     assert relative_rms(pallas_tpu_table.collect(jnp.asarray(sums))[0, 0], want) < 1e-6
@@ -331,10 +330,14 @@ def test_a_program_hoists_parameters_and_differentiates() -> None:
     assert {"exp", "sinh"} <= outside
     assert "sinh" not in {e.primitive.name for e in program.inside}
     d = jnp.arange(16)[:, None] - jnp.arange(128)[None, :]
-    scalars = program.scalars(leaves)
-    value, *slopes = program.tile(lambda n: scalars[n], d)
-    np.testing.assert_allclose(value, prior(theta, d), rtol=1e-6)
-    want = jax.jacfwd(lambda t: prior(t, d))(theta)
+
+    @jax.jit
+    def both(theta: Any) -> Any:
+        scalars = program.scalars(jax.tree.leaves(theta))
+        return program.tile(lambda n: scalars[n], d), prior(theta, d), jax.jacfwd(lambda t: prior(t, d))(theta)
+
+    (value, *slopes), dense, want = both(theta)
+    np.testing.assert_allclose(value, dense, rtol=1e-6)
     for got, name in zip(slopes, sorted(theta), strict=True):
         np.testing.assert_allclose(got, want[name], rtol=1e-5, atol=1e-6)
 
@@ -376,7 +379,7 @@ def test_a_table_prior_with_explicit_positions_is_refused_by_name() -> None:
 
 
 def test_forward_and_backward_lower_for_tpus_on_any_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # blocks as on a TPU
     problem = Problem(T=600, prior="ggd", gates=True, sharpness=True, segments=True, dtype=jnp.bfloat16, D=48)
     prior = lambda x: DistancePrior(x["prior"], ggd)
 
