@@ -7,11 +7,11 @@ A backend is a module with two functions, imported only when it is first conside
     supports(call: Call) -> str | None      None if it can serve the call, else the reason in words
     attend(call: Call) -> (o, lse)          o [B,T,H,Dv] in q's dtype, lse [B,T,H] float32 (float64 for float64 inputs)
 
-`call.Call` is a pytree: arrays as its children, options as static data, so a backend may put `jax.custom_vjp` straight on
-`attend(call)` and return a `Call` of cotangents (None for integer arrays). Its docstring fixes the mathematics, shapes and
-dtypes; all checks are done, mixed dtypes are resolved, gates are compensated sums, positions are None for the default
-order. `masks.visible` is the visibility rule. A backend must be differentiable in q, k, v, prior.params, gates (hi),
-sharpness and through lse, deterministic, with O(T) memory, and should name its residuals with
+`call.Call` is a pytree: arrays as its children, options as static data, so a backend may put `jax.custom_vjp` straight
+on `attend(call)` and return a `Call` of cotangents (None for integer arrays). Its docstring fixes the mathematics,
+shapes and dtypes; all checks are done, mixed dtypes are resolved, gates are compensated sums, positions are None for
+the default order. `masks.visible` is the visibility rule. A backend must be differentiable in q, k, v, prior.params,
+gates (hi), sharpness and through lse, deterministic, with O(T) memory, and should name its residuals with
 `checkpoint_name(o, "attention_out")` and `checkpoint_name(lse, "attention_lse")`. To add one: write the module, add a
 line to BACKENDS and its place to PREFERENCE.
 """
@@ -88,9 +88,9 @@ def attention(
       q: [B, T, H, D]. k: [B, S, Hkv, D]. v: [B, S, Hkv, Dv]. Floating; H a multiple of Hkv (head h reads key head
         h // (H // Hkv)). Different dtypes are promoted to a common one; the output has q's.
       prior: a `DistancePrior` for H heads, or None.
-      log_gates: [B, S, H] float32 ≤ 0, finite (FoX, arXiv 2503.02130): G is their inclusive running sum over the keys in
-        storage order (padding counts as 0). A query's own place is key t when T = S, else the last key in storage order
-        at or before its position in its segment. Or a pair (c_q [B, T, H], c_k [B, S, H]) of sums already formed,
+      log_gates: [B, S, H] float32 ≤ 0, finite (FoX, arXiv 2503.02130): G is their inclusive running sum over the keys
+        in storage order (padding counts as 0). A query's own place is key t when T = S, else the last key in storage
+        order at or before its position in its segment. Or a pair (c_q [B, T, H], c_k [B, S, H]) of sums already formed,
         which adds c_q − c_k. Needs `causal`.
       sharpness: [B, T, H] float32, or None for 1.
       segment_ids: [B, T] int (then T = S), or a pair (q [B, T], kv [B, S]). A query sees keys of its own id only; a

@@ -1,7 +1,5 @@
 """One validated, normalised description of an attention call: all that a backend ever sees."""
 
-import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention import masks
+from kernels.attention.checks import check_array, check_flag, check_scale, check_window
 from kernels.attention.gates import running_sums
 
 Array = jax.Array
@@ -24,8 +23,8 @@ class DistancePrior:
 
     params: any pytree of float32 arrays with leading axis H.
     log_prior(params of one head, d) -> float32 of d's shape, elementwise, where d = key position − query position is an
-    int32 array of any shape. Plain JAX, traced inside the kernels; finite for every distance that a query may see (where
-    no query sees the key, kernels may evaluate it at d = −1 instead).
+    int32 array of any shape. Plain JAX, traced inside the kernels; finite for every distance that a query may see.
+    Kernels evaluate pairs that are not visible at d = −1, or at their distance, and use neither value nor gradient.
     It is static: a hashable value that compares equal between calls (a module-level function or a frozen dataclass with
     `__call__`; a fresh lambda or closure per call would recompile every time).
     """
@@ -45,8 +44,8 @@ class Call:
 
     q [B,T,H,D], k [B,S,Hkv,D], v [B,S,Hkv,Dv] of one float dtype; query head h reads key head h // (H // Hkv).
     prior: None or a DistancePrior, evaluated at d = kv_position − q_position.
-    gates: None or (q_hi, q_lo [B,T,H], k_hi, k_lo [B,S,H]) float32; adds (q_hi_i − k_hi_j) + (q_lo_i − k_lo_j). Gradients
-      are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums.
+    gates: None or (q_hi, q_lo [B,T,H], k_hi, k_lo [B,S,H]) float32; adds (q_hi_i − k_hi_j) + (q_lo_i − k_lo_j).
+      Gradients are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums.
     sharpness r: None (1) or [B,T,H] float32.
     q_positions [B or 1, T], kv_positions [B or 1, S]: int32, both None for the default (keys 0..S−1, queries S−T..S−1).
     q_segments [B,T], kv_segments [B,S]: int32 or both None; negative ids are padding.
@@ -79,26 +78,11 @@ class Call:
         return self.q_positions is None and self.q_segments is None and self.window is None
 
 
-def _shape(name: str, value: Any, want: dict[str, int | None], dtypes: str = "f") -> None:
-    """Raise unless `value` is an array with the named dimensions (None: any size) and a dtype of the given kind."""
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
-    kinds = {"f": (jnp.floating, "floating"), "i": (jnp.integer, "an integer type"), "p": (jnp.floating, "float32")}
-    kind, words = kinds[dtypes]
-    if not jnp.issubdtype(value.dtype, kind) or (dtypes == "p" and value.dtype.itemsize < 4):
-        raise TypeError(f"{name} has dtype {value.dtype}, must be {words}")
-    spec = ", ".join(f"{dim}={size}" if size is not None else dim for dim, size in want.items())
-    if len(value.shape) != len(want) or any(
-        size is not None and got != size for got, size in zip(value.shape, want.values(), strict=True)
-    ):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, must be [{spec}]")
-
-
 def _check_qkv(q: Array, k: Array, v: Array) -> None:
-    _shape("q", q, {"B": None, "T": None, "H": None, "D": None})
+    check_array("q", q, {"B": None, "T": None, "H": None, "D": None})
     batch, _, heads, dim = q.shape
-    _shape("k", k, {"B": batch, "S": None, "Hkv": None, "D": dim})
-    _shape("v", v, {"B": batch, "S": k.shape[1], "Hkv": k.shape[2], "Dv": None})
+    check_array("k", k, {"B": batch, "S": None, "Hkv": None, "D": dim})
+    check_array("v", v, {"B": batch, "S": k.shape[1], "Hkv": k.shape[2], "Dv": None})
     for name, array in (("q", q), ("k", k), ("v", v)):
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}, every dimension must be at least 1")
@@ -123,47 +107,13 @@ def check_prior(prior: Any, heads: int) -> None:
         if jnp.ndim(leaf) < 1:
             raise ValueError(f"{name} has shape (), must have the leading axis H={heads}")
         rest = {f"dim{i}": None for i in range(1, jnp.ndim(leaf))}
-        _shape(name, leaf, {"H": heads, **rest}, "p")
+        check_array(name, leaf, {"H": heads, **rest}, "float32")
     one_head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), prior.params)
     got = jax.eval_shape(prior.log_prior, one_head, jax.ShapeDtypeStruct((2, 3), jnp.int32))
     if getattr(got, "shape", None) != (2, 3):
         raise ValueError(f"prior.log_prior maps distances of shape (2, 3) to {got}, must keep their shape")
     if not jnp.issubdtype(got.dtype, jnp.floating) or got.dtype.itemsize < 4:
         raise TypeError(f"prior.log_prior returns dtype {got.dtype}, must be float32")
-
-
-def _check_window(window: Any) -> int | None:
-    if window is None:
-        return None
-    try:
-        size = operator.index(window)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        size = None
-    if size is None or isinstance(window, bool):
-        raise TypeError(f"window must be a Python int (it is static) or None, got {window!r}")
-    if size < 1:
-        raise ValueError(f"window={size} must be at least 1 (1: a query sees its own position only)")
-    return size
-
-
-def _check_scale(scale: Any, dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(dim)
-    try:
-        value = float(scale)
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise TypeError(
-            f"scale must be a Python float (it is static), got {scale!r}; use sharpness to learn it"
-        ) from None
-    if not math.isfinite(value):
-        raise ValueError(f"scale={value} must be finite")
-    return value
-
-
-def _check_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
 
 
 def _positions(positions: Any, kv_positions: Any, batch: int, length: int, kv_length: int) -> tuple[Any, Any]:
@@ -176,8 +126,8 @@ def _positions(positions: Any, kv_positions: Any, batch: int, length: int, kv_le
         if given is None:
             out.append(fallback)
             continue
-        size = {"T" if name == "positions" else "S": fallback.shape[1]}
-        _shape(name, given, size if len(getattr(given, "shape", ())) == 1 else {"B": batch, **size}, "i")
+        size: dict[str, int | None] = {"T" if name == "positions" else "S": fallback.shape[1]}
+        check_array(name, given, size if len(getattr(given, "shape", ())) == 1 else {"B": batch, **size}, "integer")
         out.append(jnp.clip(jnp.atleast_2d(given), -FAR, FAR).astype(jnp.int32))
     return out[0], out[1]
 
@@ -194,13 +144,9 @@ def _segments(segment_ids: Any, batch: int, length: int, kv_length: int) -> tupl
         segment_ids = (segment_ids, segment_ids)
     if len(segment_ids) != 2:
         raise ValueError(f"segment_ids has {len(segment_ids)} parts, must be an array [B, T] or a pair for (q, kv)")
-    _shape(
-        "segment_ids" if segment_ids[0] is segment_ids[1] else "segment_ids[0]",
-        segment_ids[0],
-        {"B": batch, "T": length},
-        "i",
-    )
-    _shape("segment_ids[1]", segment_ids[1], {"B": batch, "S": kv_length}, "i")
+    name = "segment_ids" if segment_ids[0] is segment_ids[1] else "segment_ids[0]"
+    check_array(name, segment_ids[0], {"B": batch, "T": length}, "integer")
+    check_array("segment_ids[1]", segment_ids[1], {"B": batch, "S": kv_length}, "integer")
     return segment_ids[0], segment_ids[1]
 
 
@@ -215,16 +161,18 @@ def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | No
         if len(log_gates) != 2:
             raise ValueError(f"log_gates has {len(log_gates)} parts, must be [B, S, H] or a pair of sums (c_q, c_k)")
         c_q, c_k = log_gates
-        _shape("log_gates[0]", c_q, {"B": batch, "T": length, "H": heads}, "p")
-        _shape("log_gates[1]", c_k, {"B": batch, "S": call.k.shape[1], "H": heads}, "p")
+        check_array("log_gates[0]", c_q, {"B": batch, "T": length, "H": heads}, "float32")
+        check_array("log_gates[1]", c_k, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
         return c_q, jnp.zeros_like(c_q), c_k, jnp.zeros_like(c_k)
-    _shape("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "p")
+    check_array("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
     if call.kv_segments is not None:
         log_gates = jnp.where((call.kv_segments >= 0)[:, :, None], log_gates, 0)
     high, low = running_sums(log_gates)
     if length == call.k.shape[1]:
         return high, low, high, low
-    segments = None if call.q_segments is None else (call.q_segments, call.kv_segments)
+    segments = None
+    if call.q_segments is not None and call.kv_segments is not None:
+        segments = call.q_segments, call.kv_segments
     place = jnp.maximum(masks.last_visible(*call.positions(), segments), 0)
     place = jnp.broadcast_to(place[:, :, None], (batch, length, 1))
     at_query = lambda sums: jnp.take_along_axis(sums, place, axis=1)
@@ -252,7 +200,7 @@ def make_call(
     batch, length, heads, dim = q.shape
     check_prior(prior, heads)
     if sharpness is not None:
-        _shape("sharpness", sharpness, {"B": batch, "T": length, "H": heads}, "p")
+        check_array("sharpness", sharpness, {"B": batch, "T": length, "H": heads}, "float32")
     q_positions, kv_positions = _positions(positions, kv_positions, batch, length, k.shape[1])
     q_segments, kv_segments = _segments(segment_ids, batch, length, k.shape[1])
     dtype = jnp.result_type(q, k, v)
@@ -267,10 +215,10 @@ def make_call(
         kv_positions=kv_positions,
         q_segments=q_segments,
         kv_segments=kv_segments,
-        causal=_check_bool("causal", causal),
-        window=_check_window(window),
-        scale=_check_scale(scale, dim),
-        sharpen_prior=_check_bool("sharpen_prior", sharpen_prior),
+        causal=check_flag("causal", causal),
+        window=check_window(window),
+        scale=check_scale(scale, dim),
+        sharpen_prior=check_flag("sharpen_prior", sharpen_prior),
     )
     gates = _gates(log_gates, call)
     return call if gates is None else replace(call, gates=gates)

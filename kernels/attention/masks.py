@@ -49,16 +49,14 @@ def _fold_keys(
     window: int | None,
 ) -> Array:
     """Fold `step(total [B, T], visible [B, T, block], key indices [block])` over blocks of keys, in O(T + S) memory."""
-    q_seg, k_seg = (None, None) if segments is None else segments
     keys = kv_positions.shape[1]
     block = min(keys, max(1, 2**20 // q_positions.shape[1]))
-    column = lambda x: None if x is None else x[:, :, None]
+    q_seg, k_seg = (None, None) if segments is None else (segments[0][:, :, None], segments[1])
 
     def seen_from(start: Any, size: int) -> Array:
-        part = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=1)[:, None, :]
-        return visible(
-            column(q_positions), part(kv_positions), column(q_seg), part(k_seg), causal=causal, window=window
-        )
+        part = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)[:, None, :]
+        keys = None if k_seg is None else part(k_seg)
+        return visible(q_positions[:, :, None], part(kv_positions), q_seg, keys, causal=causal, window=window)
 
     def body(i: Any, total: Array) -> Array:
         start = jnp.minimum(i * block, keys - block)

@@ -1,7 +1,7 @@
 """Tiles of the blockwise attention: blocks of queries and keys, which tiles to visit, and the scores of one tile.
 
-Blocks never pad. The last block of an axis starts early enough to end with the axis, and the entries that it shares with
-the block before are visible in one of the two only.
+Blocks never pad. The last block of an axis starts early enough to end with the axis, and the entries that it shares
+with the block before are visible in one of the two only.
 
 With default positions the prior depends on the diagonal of a tile alone. It is evaluated once per diagonal of the whole
 call, [H, T + S - 1], tiles lay slices of that table along their diagonals, and the backward pass adds up gradients per
@@ -105,13 +105,16 @@ def block(call: Call, index: Array | int, size: int, queries: bool) -> Block:
     length = (call.q if queries else call.k).shape[1]
     start = 0 if size == length else jnp.minimum(index * size, length - size)
     part = lambda x: None if x is None else cut(x, start, size)
-    sums = () if call.gates is None else call.gates[:2] if queries else call.gates[2:]
+    gates = None
+    if call.gates is not None:
+        high, low = call.gates[:2] if queries else call.gates[2:]
+        gates = heads_first(cut(high, start, size)), heads_first(cut(low, start, size))
     return Block(
         start=start,
         fresh=None if length % size == 0 else start + jnp.arange(size) >= index * size,
         positions=part(call.q_positions if queries else call.kv_positions),
         segments=part(call.q_segments if queries else call.kv_segments),
-        gates=tuple(heads_first(cut(g, start, size)) for g in sums) or None,
+        gates=gates,
     )
 
 
@@ -164,12 +167,11 @@ def visible_tile(call: Call, row: Block, col: Block, grid: Grid) -> Array | None
     open_ = not call.causal and call.window is None and call.q_segments is None
     if open_ and row.fresh is None and col.fresh is None:
         return None
-    column = lambda x: None if x is None else x[:, :, None]
-    line = lambda x: None if x is None else x[:, None, :]
     q_pos, k_pos = _tile_positions(call, row, col, grid)
-    seen = visible(
-        column(q_pos), line(k_pos), column(row.segments), line(col.segments), causal=call.causal, window=call.window
-    )
+    q_seg = None if row.segments is None else row.segments[:, :, None]
+    k_seg = None if col.segments is None else col.segments[:, None]
+    rule: dict[str, Any] = {"causal": call.causal, "window": call.window}
+    seen = visible(q_pos[:, :, None], k_pos[:, None], q_seg, k_seg, **rule)
     if row.fresh is not None:
         seen &= row.fresh[None, :, None]
     if col.fresh is not None:
@@ -192,11 +194,11 @@ def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Arr
 def _per_head(call: Call, params: Any, d: Array) -> Array:
     """log_prior of every head at the distances d -> [H, *d.shape]."""
     assert call.prior is not None
-    values = (
-        lax.map(lambda head: call.prior.log_prior(head, d), params)
-        if d.ndim == 1
-        else jax.vmap(call.prior.log_prior, in_axes=(0, None))(params, d)
-    )
+    log_prior = call.prior.log_prior
+    if d.ndim == 1:  # a loop over heads makes XLA store the table, where it would recompute entries in the gather
+        values = lax.map(lambda head: log_prior(head, d), params)
+    else:
+        values = jax.vmap(log_prior, in_axes=(0, None))(params, d)
     return values.astype(jnp.promote_types(call.q.dtype, jnp.float32))
 
 
@@ -227,7 +229,7 @@ def _diagonals_by_rows(tile: Array) -> Array:
 
 
 def _diagonals_by_cutting(tile: Array) -> Array:
-    """The same without a loop: pad each row by R - 1, then cut the flat array into rows one longer, and add those up."""
+    """The same without a loop: pad each row by R - 1, cut the flat array into rows one longer, and add those up."""
     heads, rows, cols = tile.shape
     width = rows + cols
     flat = jnp.pad(tile, ((0, 0), (0, 0), (0, rows - 1))).reshape(heads, rows * (width - 1))
@@ -235,7 +237,7 @@ def _diagonals_by_cutting(tile: Array) -> Array:
 
 
 def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block, grid: Grid) -> Array:
-    """The transpose of `lay_diagonals`, without a scatter: add the sums of [B, H, R, C] along its diagonals to a table."""
+    """The transpose of `lay_diagonals`, without a scatter: add the sums along the diagonals of a tile to a table."""
     # A loop of tiny steps is 20 times faster on CPU, and hopeless where each step is a kernel launch.
     sums = lax.platform_dependent(batch_sum(tile)[0], cpu=_diagonals_by_rows, default=_diagonals_by_cutting)
     return accumulate(table, sums, col.start - row.start + call.q.shape[1] - grid.rows)
@@ -243,7 +245,8 @@ def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block,
 
 def dense_prior(call: Call, row: Block, col: Block, seen: Array | None) -> Callable[[Any], Array]:
     """The prior of a tile with explicit positions as a function of its parameters, [1 or B, H, R, C]."""
-    assert row.positions is not None and col.positions is not None
+    assert row.positions is not None
+    assert col.positions is not None
     d = col.positions[:, None, :] - row.positions[:, :, None]
     d = d if seen is None else jnp.where(seen, d, -1)
     return lambda params: jnp.swapaxes(_per_head(call, params, d), 0, 1)

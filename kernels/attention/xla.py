@@ -2,8 +2,9 @@
 
 Forward: for each block of queries a running maximum, sum and output over the blocks of keys that it may see (online
 softmax, Milakov & Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward: one sweep over the same
-tiles recomputes the probabilities from lse and adds up all gradients, those of the prior's parameters by `jax.vjp` of
-log_prior inside the tile. Sums run in a fixed order: two runs give the same bits.
+tiles recomputes the probabilities from lse and adds up all gradients. That of the prior's parameters is `jax.vjp` of
+log_prior, of the sums per diagonal (default positions) or in each tile. Sums run in a fixed order: two runs give the
+same bits.
 
 Shape names: B batch, H heads, K key heads, R rows (queries) and C columns (keys) of a tile.
 """
@@ -30,16 +31,22 @@ def supports(call: Call) -> str | None:
     return None
 
 
+class Saved(NamedTuple):
+    """What the backward pass knows about a block of queries, [B, H, R, ·] float32."""
+
+    do: Array  # the output's cotangent
+    delta: Array  # Σ do·o
+    lse: Array
+    dlse: Array  # its cotangent
+
+
 class Row(NamedTuple):
-    """A block of queries with what every tile of it needs; fields after `sharpness` exist in the backward pass only."""
+    """A block of queries with what every tile of it needs."""
 
     block: Block
     q: Array  # [B, H, R, D]
-    sharpness: Array | None  # [B, H, R, 1] float32, as all below
-    do: Array | None = None  # [B, H, R, Dv], the output's cotangent
-    delta: Array | None = None  # Σ do·o
-    lse: Array | None = None
-    dlse: Array | None = None
+    sharpness: Array | None  # [B, H, R, 1] float32
+    saved: Saved | None  # None in the forward pass
 
 
 class Scores(NamedTuple):
@@ -48,7 +55,7 @@ class Scores(NamedTuple):
     k: Array  # [B, C, K, D]; zero where no row of the tile sees the key, if the backward pass multiplies by it
     v: Array  # [B, C, K, Dv]; zero where no row of the tile sees the key
     logits: Array  # [B, H, R, C]
-    sharpened: Array | None  # the part that the sharpness multiplies
+    sharpened: Array  # the part that the sharpness multiplies
     prior_vjp: Callable[[Array], Any] | None  # for explicit positions
 
 
@@ -69,7 +76,7 @@ def _group(x: Array, kv_heads: int) -> Array:
 
 
 def _few(x: Array) -> bool:
-    """Few enough query rows (decode) that reading keys as stored, with a block-diagonal query, beats transposing them."""
+    """Few query rows (decode): read the keys as stored, with a block-diagonal query, rather than transpose them."""
     return x.shape[1] * x.shape[2] <= FEW
 
 
@@ -114,26 +121,27 @@ def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | in
     if seen is not None and not call.every_key_is_seen():
         used = seen.any(1)
         v = jnp.where(used[:, :, None, None], v, 0)  # 0 · NaN
-        if row.do is not None:
+        if row.saved is not None:
             k = jnp.where(used[:, :, None, None], k, 0)
-            gates = None if gates is None else tuple(jnp.where(used[:, None], g, 0) for g in gates)
+            gates = (
+                None
+                if gates is None
+                else (jnp.where(used[:, None], gates[0], 0), jnp.where(used[:, None], gates[1], 0))
+            )
     content = call.scale * _rows_by_cols(row.q, k, call.q.dtype)
-    bias, pullback = None, None
+    biases, pullback = [], None
     if table is not None:
-        bias = tiles.lay_diagonals(call, table, row.block, col, grid)
+        biases += [tiles.lay_diagonals(call, table, row.block, col, grid)]
     elif call.prior is not None:
-        bias, vjp = jax.vjp(tiles.dense_prior(call, row.block, col, seen), call.prior.params)
-        shared = bias.shape[0] == 1
-        pullback = lambda grad: vjp(tiles.batch_sum(grad) if shared else grad)[0]
+        values, vjp = jax.vjp(tiles.dense_prior(call, row.block, col, seen), call.prior.params)
+        biases += [values]
+        pullback = lambda grad: vjp(tiles.batch_sum(grad) if values.shape[0] == 1 else grad)[0]
     if gates is not None and row.block.gates is not None:
         (q_hi, q_lo), (k_hi, k_lo) = row.block.gates, gates
-        gate = (q_hi[..., None] - k_hi[:, :, None]) + (q_lo[..., None] - k_lo[:, :, None])
-        bias = gate if bias is None else bias + gate
-    inside = bias is not None and (row.sharpness is None or call.sharpen_prior)
-    sharpened = content + bias if inside else content
-    logits = sharpened if row.sharpness is None else row.sharpness * sharpened
-    if bias is not None and not inside:
-        logits = logits + bias
+        biases += [(q_hi[..., None] - k_hi[:, :, None]) + (q_lo[..., None] - k_lo[:, :, None])]
+    inside, outside = (biases, []) if call.sharpen_prior else ([], biases)
+    sharpened = sum(inside, start=content)
+    logits = sum(outside, start=sharpened if row.sharpness is None else row.sharpness * sharpened)
     if seen is not None:
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
     return col, Scores(k, v, logits, sharpened, pullback)
@@ -144,16 +152,12 @@ def _table(call: Call, prior: DistancePrior | None) -> Array | None:
     return None if prior is None or call.q_positions is not None else tiles.prior_table(call, prior.params)
 
 
-def _row(call: Call, grid: Grid, i: Array | int, **backward: Array) -> Row:
+def _row(call: Call, grid: Grid, i: Array | int, saved: Saved | None) -> Row:
+    """Block i of the queries; `saved` in the layout of the call, [B, T, H, ·]."""
     block = tiles.block(call, i, grid.rows, queries=True)
     part = lambda x: tiles.heads_first(tiles.cut(x, block.start, grid.rows))
-    scalar = lambda x: part(x)[..., None]
-    return Row(
-        block,
-        part(call.q),
-        None if call.sharpness is None else scalar(call.sharpness),
-        **{name: part(x) if name == "do" else scalar(x) for name, x in backward.items()},
-    )
+    sharpness = None if call.sharpness is None else part(call.sharpness)[..., None]
+    return Row(block, part(call.q), sharpness, None if saved is None else Saved(*map(part, saved)))
 
 
 # ---- Forward ----
@@ -178,10 +182,8 @@ def _forward(call: Call) -> tuple[Array, Array]:
         return new_top, shrink * total + p.sum(-1), acc
 
     def one_row(i: Array | int, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        row = _row(call, grid, i)
-        row = row._replace(
-            block=row.block._replace(fresh=None)
-        )  # computed twice and written twice, with the same values
+        row = _row(call, grid, i, None)
+        row = row._replace(block=row.block._replace(fresh=None))  # shared entries: written twice, the same values
         shape = (batch, heads, grid.rows)
         init = _zeros(call, shape, fill=-jnp.inf), _zeros(call, shape), _zeros(call, (*shape, dim))
         top, total, acc = tiles.loop(key_range(i), grid.col_blocks, lambda j, c: step(row, j, c), init)
@@ -199,22 +201,23 @@ def _forward(call: Call) -> tuple[Array, Array]:
 
 
 def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
-    """Gradients that one tile contributes: of q, sharpness, q_gates, k_gates [B, H, n, ...], of k, v [B, C, K, D], and of
-    the prior's values ("bias") or parameters.
+    """What one tile adds to the gradients of q, sharpness, q_gates, k_gates [B, H, n, ...], of k, v [B, C, K, D], and
+    of the prior's values ("bias") or parameters ("prior").
 
     Sums of products are einsums: jaxlib 0.10 reduces a product over an array with an axis of length 1 about 30 times
     slower than its other reductions on CPU.
     """
+    assert row.saved is not None
+    do, delta, lse, dlse = row.saved
     low, kv_heads = call.q.dtype, call.k.shape[2]
-    assert row.do is not None
-    p = jnp.exp(s.logits - row.lse)
-    dp = _rows_by_cols(row.do, s.v, low)
+    p = jnp.exp(s.logits - lse)
+    dp = _rows_by_cols(do, s.v, low)
     # A saturated row (p = 1, such as a row with one key) has no gradient through its logits. do·v − Σ do·o would leave
     # a rounding error there, which a log-prior of −1e30 would blow up.
-    ds = p * (jnp.where(p < 1, dp - row.delta, 0) + row.dlse)
-    r = jnp.ones_like(row.lse) if row.sharpness is None else row.sharpness
+    ds = p * (jnp.where(p < 1, dp - delta, 0) + dlse)
+    r = jnp.ones_like(lse) if row.sharpness is None else row.sharpness
     grads = {
-        "v": _to_cols(p, row.do, kv_heads, low),
+        "v": _to_cols(p, do, kv_heads, low),
         "q": call.scale * r * _to_rows(ds, s.k, low),
         "k": call.scale * _to_cols(ds, r * row.q, kv_heads, low),
     }
@@ -225,8 +228,9 @@ def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
         grads["q_gates"] = jnp.einsum("bhrc,c->bhr", ds, jnp.ones_like(ds[0, 0, 0])) * r[..., 0]
         grads["k_gates"] = -jnp.einsum("bhrc,bhr->bhc", ds, r[..., 0])
     if call.prior is not None:
-        dbias = ds if row.sharpness is None or not call.sharpen_prior else r * ds
-        grads["bias" if s.prior_vjp is None else "prior"] = dbias if s.prior_vjp is None else s.prior_vjp(dbias)
+        grads["bias"] = r * ds if row.sharpness is not None and call.sharpen_prior else ds
+    if s.prior_vjp is not None:
+        grads["prior"] = s.prior_vjp(grads["bias"])
     return grads
 
 
@@ -254,7 +258,7 @@ def _backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
     call = replace(call, q=clean(call.q))
     do, wide = clean(do), _accumulator(call)
     delta = jnp.einsum("bthd,bthd->bth", do.astype(wide), o.astype(wide))
-    saved = {"do": do, "delta": delta, "lse": clean(lse), "dlse": clean(dlse)}
+    saved = Saved(do, *(x[..., None] for x in (delta, clean(lse), clean(dlse))))
     key_range = tiles.key_ranges(call, grid)
     table, table_vjp = jax.vjp(lambda prior: _table(call, prior), call.prior)
 
@@ -272,7 +276,7 @@ def _backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
         return out
 
     def one_row(i: Array | int, grads: dict[str, Any]) -> dict[str, Any]:
-        row = _row(call, grid, i, **saved)
+        row = _row(call, grid, i, saved)
         local = {"q": _zeros(call, row.q.shape)}
         local |= {name: _zeros(call, row.q.shape[:-1]) for name in ROWS[1:] if name in grads}
         done = tiles.loop(key_range(i), grid.col_blocks, lambda j, c: step(row, j, c), grads | local)
@@ -288,22 +292,13 @@ def _backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
 def _as_call(call: Call, grads: dict[str, Any]) -> Call:
     """The cotangents of a Call's float arrays; None stands for zero."""
     like = lambda name, x: None if x is None else grads[name].astype(x.dtype)
-    gates = None
+    gates: Any = None
     if call.gates is not None:
         gates = (like("q_gates", call.gates[0]), None, like("k_gates", call.gates[2]), None)
-    return replace(
-        call,
-        q=like("q", call.q),
-        k=like("k", call.k),
-        v=like("v", call.v),
-        prior=None if call.prior is None else DistancePrior(grads["prior"], call.prior.log_prior),
-        gates=gates,
-        sharpness=like("sharpness", call.sharpness),
-        q_positions=None,
-        kv_positions=None,
-        q_segments=None,
-        kv_segments=None,
-    )
+    cotangents: dict[str, Any] = {name: like(name, getattr(call, name)) for name in ("q", "k", "v", "sharpness")}
+    integers: dict[str, Any] = dict.fromkeys(("q_positions", "kv_positions", "q_segments", "kv_segments"))
+    prior = None if call.prior is None else DistancePrior(grads["prior"], call.prior.log_prior)
+    return replace(call, **cotangents, **integers, prior=prior, gates=gates)
 
 
 @jax.custom_vjp

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.attention.call import DistancePrior, _check_bool, _check_scale, _shape, check_prior
+from kernels.attention.call import DistancePrior, check_prior
+from kernels.attention.checks import check_array, check_flag, check_scale
 from kernels.attention.gates import running_sums
 
 Array = jax.Array
@@ -54,11 +55,11 @@ class PathCall:
 
 def check_rows(q: Any, k: Any, v: Any, w: Any, beta: Any) -> None:
     """Raise unless the five arrays have the shapes and dtypes of one PaTH call."""
-    _shape("q", q, {"B": None, "T": None, "H": None, "D": None})
+    check_array("q", q, {"B": None, "T": None, "H": None, "D": None})
     batch, length, heads, dim = q.shape
-    _shape("k", k, {"B": batch, "T": length, "Hkv": None, "D": dim})
+    check_array("k", k, {"B": batch, "T": length, "Hkv": None, "D": dim})
     kv_heads = k.shape[2]
-    _shape("v", v, {"B": batch, "T": length, "Hkv": kv_heads, "Dv": None})
+    check_array("v", v, {"B": batch, "T": length, "Hkv": kv_heads, "Dv": None})
     check_transitions(w, beta, k)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if 0 in array.shape:
@@ -70,8 +71,8 @@ def check_rows(q: Any, k: Any, v: Any, w: Any, beta: Any) -> None:
 def check_transitions(w: Any, beta: Any, k: Array) -> None:
     """Raise unless w and beta fit the keys k [B, T, Hkv, D] and have full precision."""
     batch, length, kv_heads, dim = k.shape
-    _shape("w", w, {"B": batch, "T": length, "Hkv": kv_heads, "D": dim}, "p")
-    _shape("beta", beta, {"B": batch, "T": length, "Hkv": kv_heads}, "p")
+    check_array("w", w, {"B": batch, "T": length, "Hkv": kv_heads, "D": dim}, "float32")
+    check_array("beta", beta, {"B": batch, "T": length, "Hkv": kv_heads}, "float32")
 
 
 def check_segments(segment_ids: Any, batch: int, length: int) -> None:
@@ -79,7 +80,7 @@ def check_segments(segment_ids: Any, batch: int, length: int) -> None:
     if isinstance(segment_ids, tuple | list):
         raise ValueError("segment_ids must be one array [B, T]: queries and keys are the same tokens here")
     if segment_ids is not None:
-        _shape("segment_ids", segment_ids, {"B": batch, "T": length}, "i")
+        check_array("segment_ids", segment_ids, {"B": batch, "T": length}, "integer")
 
 
 def blank(segment_ids: Array | None, x: Array | None, value: float = 0) -> Array | None:
@@ -111,10 +112,10 @@ def make_call(
     check_prior(prior, heads)
     for name, array in (("sharpness", sharpness), ("log_gates", log_gates)):
         if array is not None:
-            _shape(name, array, {"B": batch, "T": length, "H": heads}, "p")
+            check_array(name, array, {"B": batch, "T": length, "H": heads}, "float32")
     check_segments(segment_ids, batch, length)
-    factor = _check_scale(scale, dim)
-    if _check_bool("scale_gates", scale_gates) and log_gates is None:
+    factor = check_scale(scale, dim)
+    if check_flag("scale_gates", scale_gates) and log_gates is None:
         raise ValueError("scale_gates=True needs log_gates: there is no gate to scale")
     dtype = jnp.result_type(q, k, v)
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -133,5 +134,5 @@ def make_call(
         sharpness=None if sharpness is None else real(sharpness.astype(wide), 1.0),
         segments=segment_ids,
         scale=factor,
-        sharpen_prior=_check_bool("sharpen_prior", sharpen_prior),
+        sharpen_prior=check_flag("sharpen_prior", sharpen_prior),
     )
