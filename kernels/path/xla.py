@@ -106,12 +106,12 @@ def _uncut(x: Array, length: int) -> Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
-def _lay_out(plan: Plan, call: PathCall) -> Rows:
+def _lay_out(plan: Plan, call: PathCall, table: Array | None) -> Rows:
     heads = lambda x: None if x is None else _cut_heads(x.astype(call.wide), plan)
     ids = lambda pad: None if call.segments is None else _cut(jnp.where(call.segments < 0, pad, call.segments), plan)
     factor = call.scale if call.sharpness is None else call.scale * call.sharpness[..., None]
     hi, lo = (None, None) if call.gates is None else call.gates
-    biased = call.prior is not None or call.gates is not None
+    biased = table is not None or call.gates is not None  # the call itself has handed its prior over as a table
     return Rows(
         q=heads(call.q.astype(call.wide) * factor),
         k=heads(call.k),
@@ -265,7 +265,7 @@ def _next_products(r: Array, m: Array, index: Array) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Array]:
-    rows, precision = _lay_out(plan, call), _precision(call)
+    rows, precision = _lay_out(plan, call, table), _precision(call)
     first = _first_visible(rows)
 
     def alone(row: Rows) -> tuple[Array, Array]:
@@ -426,7 +426,7 @@ def _backward(
     delta = (do * o.astype(call.wide)).sum(-1)
     cut = lambda x: _cut_heads(jnp.where(alive, x, 0), plan)[..., None]
     saved = Saved(_cut_heads(do, plan), cut(delta), cut(lse), cut(dlse))
-    rows = _lay_out(plan, call)
+    rows = _lay_out(plan, call, table)
     grads = (_one_superblock if plan.count == 1 else _many_superblocks)(plan, precision, rows, saved, table)
     return _to_call(plan, call, grads), grads.table
 
