@@ -21,6 +21,7 @@ from bampath.positions.registry import Composition
 from bampath.positions.slots import Geometry, Slots, Tokens
 from kernels.attention.api import attention
 from kernels.path.api import path_attention
+from kernels.path.decode import path_extend
 
 Array = jax.Array
 
@@ -177,8 +178,6 @@ def _attend_carried(
     """As `attend_cache`, for a scheme that carries keys: the cached keys move on to the last new token as well."""
     if slots.window is not None or slots.householder is None:
         raise ValueError(f"PaTH takes no window, got window={slots.window}")
-    from kernels.path.decode import path_extend
-
     w, beta = slots.householder
     out, past_k, k = path_extend(
         slots.q,
