@@ -56,9 +56,16 @@ def first_state(cfg=BASE):
 
 @functools.cache
 def grads_of(cfg):
-    """(loss, gradients) of `batch_for(cfg)` at BASE's first parameters."""
+    """(loss, gradients) of `batch_for(cfg)` at `bent_params()`."""
     run = jax.jit(lambda p, b: gradients(cfg, build_model(cfg), p, b, jax.random.key(0)))
-    return run(first_state().params, batch_for(cfg))
+    return run(bent_params(), batch_for(cfg))
+
+
+def bent_params():
+    """BASE's first parameters with priors that are not flat: at the uniform start theta_alpha has no gradient."""
+    params = first_state().params
+    params["layer_0"]["attention"]["position"]["bam"]["theta_beta"] = jnp.asarray([0.4, -0.3])
+    return params
 
 
 def assert_trees_close(got, want, tolerance):
@@ -78,7 +85,7 @@ def test_parts_add_up_to_one_big_batch():
 
 
 def test_the_gradient_is_that_of_the_mean_over_targets():
-    params, batch, model = first_state().params, batch_for(BASE), compiled(BASE)[0]
+    params, batch, model = bent_params(), batch_for(BASE), compiled(BASE)[0]
 
     def dense(params):
         logits = model.apply({"params": params}, batch["tokens"], batch["segment_ids"])
@@ -188,7 +195,7 @@ def test_a_batch_without_targets_moves_nothing():
 
 
 def test_evaluation_adds_up_over_batches_of_any_size():
-    params, batch = first_state().params, batch_for(BASE)
+    params, batch = bent_params(), batch_for(BASE)
     evaluate = make_eval_step(BASE, compiled(BASE)[0])
     halves = [evaluate(params, {name: a[rows] for name, a in batch.items()}) for rows in (slice(0, 2), slice(2, 4))]
     assert halves[0].merge(halves[1]).value() == pytest.approx(grads_of(BASE)[0].value(), rel=1e-6)
