@@ -22,8 +22,8 @@ class PaTH(Part):
     (arXiv 2505.16381, section 3; parameterisation of the authors' code in flash-linear-attention.)
     w_t: x_t → low-rank projection (`w_down` [dim, rank], `w_up` [rank, Hkv, D]; rank=full: `w` [dim, Hkv, D]) →
     depthwise causal convolution over the document (`conv` [width, Hkv, D]) and SiLU → float32 L2 norm w / √(Σ w² + eps)
-    per head. beta_t = min(2 sigmoid(u · x_t + b), beta_max), `beta_kernel` [dim, Hkv], `beta_bias` [Hkv] from 0
-    (beta = 1). Matrices and convolution start from N(0, 0.02). `path+fox` multiplies in FoX's gates; scale_gates puts
+    per head. beta_t = min(2 sigmoid(u · x_t + b), beta_max), `beta_kernel` [dim, Hkv], `beta_bias` [Hkv] from 0, where
+    every transition is a projection (beta = 1) and a key has faded after about head_dim tokens, or from `bias`. Matrices and convolution start from N(0, 0.02). `path+fox` multiplies in FoX's gates; scale_gates puts
     them inside the scale s, as the released code does (the paper reads as outside, the default). Takes neither a window
     nor explicit positions: keys travel along the row.
     """
@@ -40,6 +40,7 @@ class PaTH(Part):
         doc="upper clip of beta; 1.9921875 (2 - 2⁻⁷) is safe when 16-bit arithmetic touches it",
         examples=("beta_max=1.9",),
     )
+    bias: float = option(0.0, doc="start of beta's bias; negative: keys start almost unmoved", examples=("bias=-3",))
     eps: float = option(1e-6, doc="added under the root of the norm", examples=("eps=1e-5",))
     scale_gates: bool = option(False, doc="with fox: gates inside the scale s")
 
@@ -75,7 +76,7 @@ class PaTH(Part):
         if self.conv:
             found["conv"] = Param((self.conv, *heads), normal, (None, *names), "conv")
         found["beta_kernel"] = Param((geometry.dim, geometry.kv_heads), normal, ("embed", "kv_heads"), "matrix")
-        found["beta_bias"] = Param((geometry.kv_heads,), nn.initializers.zeros, ("kv_heads",), "bias")
+        found["beta_bias"] = Param((geometry.kv_heads,), nn.initializers.constant(self.bias), ("kv_heads",), "bias")
         return found
 
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Any:
