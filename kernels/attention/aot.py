@@ -248,9 +248,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", nargs="+", choices=list(every), default=list(every))
     parser.add_argument("--output", type=Path, help="results file to write")
     options = parser.parse_args(arguments)
-    rows = list(run([every[name] for name in options.case], options.topology))
-    if options.output:
-        options.output.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
+    rows = []
+    for result in run([every[name] for name in options.case], options.topology):
+        rows.append(result)
+        if options.output:
+            options.output.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

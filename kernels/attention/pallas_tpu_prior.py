@@ -5,7 +5,6 @@ parameters (exp(theta), say) are evaluated once per head in XLA; a TensorCore ha
 need not repeat them. What is left is elementwise in the distance and reads a handful of float32 scalars.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -180,13 +179,13 @@ def _check_tile(equations: list[Equation], known: dict[Value, Any], shape: tuple
                 raise Refused(f"its log_prior combines distances with an array of shape {size} (in {name!r})")
 
 
-@functools.lru_cache(maxsize=256)
 def inline(
     log_prior: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], shape: tuple[int, int], derivatives: bool
 ) -> Program:
     """The program of a tile of `shape`, for parameters of one head given as their tree and leaves of (shape, dtype).
 
-    With `derivatives` the tile also gives d(log prior)/d(parameter) for every leaf. Raises Refused.
+    With `derivatives` the tile also gives d(log prior)/d(parameter) for every leaf. Raises Refused. Not to be cached:
+    the equations name the mesh that they were traced under.
     """
     vectors = [size for size, _ in leaves if size]
     if derivatives and vectors:
