@@ -36,19 +36,19 @@ class Grid(NamedTuple):
     col_blocks: int
 
 
-def _split(length: int, block: int) -> tuple[int, int]:
-    count = -(-length // max(1, min(block, length)))
-    return -(-length // count), count
+def make_grid(length: int, kv_length: int, rows: int, cols: int) -> Grid:
+    """Blocks of at most `rows` queries and `cols` keys, all of nearly that length and of one length per axis."""
+    row_blocks, col_blocks = -(-length // min(rows, length)), -(-kv_length // min(cols, kv_length))
+    return Grid(-(-length // row_blocks), -(-kv_length // col_blocks), row_blocks, col_blocks)
 
 
 def choose_grid(call: Call) -> Grid:
     """Near square tiles of about TILE scores; a short sequence is one tile, a few queries get long blocks of keys."""
     batch, length, heads, _ = call.q.shape
     pairs = max(1, TILE.get(jax.default_backend(), ACCELERATOR_TILE) // (batch * heads))
-    power = lambda n: 1 << (n.bit_length() - 1)
-    rows, row_blocks = _split(length, max(SMALLEST, min(LARGEST, power(math.isqrt(pairs)))))
-    cols, col_blocks = _split(call.k.shape[1], max(SMALLEST, power(max(1, pairs // rows))))
-    return Grid(rows, cols, row_blocks, col_blocks)
+    power = lambda n: 1 << (max(1, n).bit_length() - 1)
+    rows = max(SMALLEST, min(LARGEST, power(math.isqrt(pairs))))
+    return make_grid(length, call.k.shape[1], rows, max(SMALLEST, power(pairs // min(rows, length))))
 
 
 # ---- One block of queries or keys ----

@@ -9,6 +9,7 @@ same bits.
 Shape names: B batch, H heads, K key heads, R rows (queries) and C columns (keys) of a tile.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -163,9 +164,8 @@ def _row(call: Call, grid: Grid, i: Array | int, saved: Saved | None) -> Row:
 # ---- Forward ----
 
 
-@jax.jit
-def _forward(call: Call) -> tuple[Array, Array]:
-    grid = tiles.choose_grid(call)
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(grid: Grid, call: Call) -> tuple[Array, Array]:
     batch, _, heads, _ = call.q.shape
     dim = call.v.shape[3]
     key_range = tiles.key_ranges(call, grid)
@@ -250,9 +250,8 @@ def _zero_gradients(call: Call, table: Array | None) -> dict[str, Any]:
     return zeros
 
 
-@jax.jit
-def _backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
-    grid = tiles.choose_grid(call)
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(grid: Grid, call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
     alive = lse > -jnp.inf
     clean = lambda x: jnp.where(alive if x.ndim == 3 else alive[..., None], x, 0)  # rows without a key: no 0 · NaN
     call = replace(call, q=clean(call.q))
@@ -301,19 +300,19 @@ def _as_call(call: Call, grads: dict[str, Any]) -> Call:
     return replace(call, **cotangents, **integers, prior=prior, gates=gates)
 
 
-@jax.custom_vjp
-def _attend(call: Call) -> tuple[Array, Array]:
-    return _forward(call)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(grid: Grid, call: Call) -> tuple[Array, Array]:
+    return _forward(grid, call)
 
 
-def _attend_fwd(call: Call) -> tuple[tuple[Array, Array], tuple[Call, Array, Array]]:
-    o, lse = _forward(call)
+def _attend_fwd(grid: Grid, call: Call) -> tuple[tuple[Array, Array], tuple[Call, Array, Array]]:
+    o, lse = _forward(grid, call)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (o, lse), (call, o, lse)
 
 
-def _attend_bwd(saved: tuple[Call, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Call]:
-    return (_backward(*saved, *cotangents),)
+def _attend_bwd(grid: Grid, saved: tuple[Call, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Call]:
+    return (_backward(grid, *saved, *cotangents),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -331,6 +330,6 @@ def _vary_together(call: Call) -> Call:
     )
 
 
-def attend(call: Call) -> tuple[Array, Array]:
+def attend(call: Call, grid: Grid | None = None) -> tuple[Array, Array]:
     """(o [B, T, H, Dv] in q's dtype, lse [B, T, H] float32, float64 for float64 inputs)."""
-    return _attend(_vary_together(call))
+    return _attend(grid or tiles.choose_grid(call), _vary_together(call))

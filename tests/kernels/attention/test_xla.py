@@ -1,0 +1,148 @@
+"""The blockwise backend: outputs, lse and every gradient against the dense reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.attention import tiles
+from kernels.attention.call import make_call
+from kernels.attention.shapes import HEAD_DIMS, ODD_LENGTHS, TEST, Shape
+from tests.helpers import x64
+from tests.kernels.attention import support
+from tests.kernels.attention.support import Case
+
+
+def agrees(case: Case, seeds: int, tolerance: float, dtype: Any = np.float64, whole: bool = False) -> None:
+    """The backend equals the reference on the same (rounded) inputs, with relative RMS errors below the tolerance."""
+    grid = None if whole else support.small_grid(case)
+    for seed in range(seeds):
+        with x64():
+            diff, fixed = support.draw(case, seed, dtype)
+            exact = jax.tree.map(lambda x: x.astype(jnp.float64), diff)
+            weights = support.cotangents(case, seed)
+            want = support.gradients(case, exact, fixed, weights, "reference")
+            if dtype == np.float64:
+                got = support.gradients(case, diff, fixed, weights, "xla", grid)
+        if dtype != np.float64:
+            got = support.gradients(case, diff, fixed, support.cotangents(case, seed), "xla", grid)
+        errors = support.distances(got, want)
+        assert max(errors.values()) < tolerance, (seed, errors)
+
+
+@pytest.mark.parametrize("length", ODD_LENGTHS)
+def test_any_length(length: int) -> None:
+    agrees(Case(TEST[f"length-{length}"], "ggd", "log", "inside"), 3, 1e-11)
+
+
+def heads(dim: int) -> Case:
+    n = HEAD_DIMS.index(dim)
+    options = (("ggd", None, "inside"), (None, "log", None), ("alibi", None, "outside"), ("table", "pair", None))
+    return Case(TEST[f"head-dim-{dim}"], *options[n % len(options)])
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_head_dims_in_float32(dim: int) -> None:
+    agrees(heads(dim), 2, 3e-6, np.float32, whole=True)
+
+
+ROW = Shape(2, 50, 4, 8, kv_heads=2)
+OPTIONS = {
+    "plain": Case(ROW),
+    "both-ways": Case(ROW, "alibi", None, "inside", causal=False),
+    "window": Case(ROW, "ggd", "log", "outside", window=11),
+    "window-both-ways": Case(ROW, "kerple", window=9, causal=False, scale=0.5),
+    "packed": Case(ROW, "ggd", "log", "inside", "packed"),
+    "packed-both-ways": Case(ROW, None, None, "inside", "packed", causal=False),
+    "padded-left": Case(ROW, "table", "log", None, "left", window=20),
+    "padded-right": Case(ROW, "alibi", "pair", "outside", "right"),
+    "positions": Case(ROW, "ggd", "log", "inside", "packed", "given", window=15),
+    "shuffled-keys": Case(ROW, "table", None, "outside", positions="shuffled"),
+    "grouped": Case(TEST["grouped"], "ggd", "pair", "inside", positions="given", causal=True),
+    "one-key-head": Case(TEST["one-key-head"], "kerple", "log", "outside"),
+    "decode": Case(TEST["decode"], "ggd", "log", "inside", "right"),
+    "decode-positions": Case(TEST["decode"], "alibi", "pair", "outside", positions="given"),
+    "chunk": Case(TEST["chunk"], "ggd", "log", "inside", "packed", window=40),
+    "more-queries": Case(TEST["more-queries"], "alibi", "log", "inside"),
+    "extreme": Case(Shape(2, 50, 4, 8), "ggd-extreme", None, "inside"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str) -> None:
+    agrees(OPTIONS[name], 2, 1e-11)
+
+
+# Relative RMS against float64 on the same rounded inputs. bfloat16 has 8 bits: probabilities and their gradients are
+# rounded to it before each product, so single entries err by 2⁻⁹ and sums of the prior's gradients by less.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1.2e-2), (jnp.float16, 2e-3)])
+@pytest.mark.parametrize("name", ["window", "packed"])
+def test_half_precision(name: str, dtype: Any, tolerance: float) -> None:
+    agrees(OPTIONS[name], 2, tolerance, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_as_one_tile_in_float32(name: str) -> None:
+    agrees(OPTIONS[name], 3, 2e-5, np.float32, whole=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 33])
+@pytest.mark.parametrize("cols", [8, 64])
+def test_other_tiles(rows: int, cols: int) -> None:
+    case = Case(Shape(1, 100, 2, 8), "ggd", "log", "inside", "packed", window=30)
+    with x64():
+        diff, fixed = support.draw(case, 0)
+        weights = support.cotangents(case, 0)
+        want = support.gradients(case, diff, fixed, weights, "reference")
+        got = support.gradients(case, diff, fixed, weights, "xla", tiles.make_grid(100, 100, rows, cols))
+    assert max(support.distances(got, want).values()) < 1e-11
+
+
+def test_sums_of_diagonals_agree() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
+    want = np.stack([[np.trace(m, offset) for offset in range(-4, 8)] for m in np.asarray(x)])
+    for sums in (tiles._diagonals_by_rows, tiles._diagonals_by_cutting):
+        np.testing.assert_allclose(sums(x), want, atol=1e-5)
+
+
+def test_blocks_adapt_to_the_call() -> None:
+    def grid(batch: int, length: int, heads: int, size: int) -> tiles.Grid:
+        q, k = jnp.zeros((batch, length, heads, 8)), jnp.zeros((batch, size, heads, 8))
+        none = dict.fromkeys(
+            ("prior", "log_gates", "sharpness", "segment_ids", "positions", "kv_positions", "window", "scale")
+        )
+        return tiles.choose_grid(make_call(q, k, k, causal=True, sharpen_prior=True, **none))
+
+    assert grid(8, 256, 4, 256) == (128, 128, 2, 2)  # small enough for a cache, and half of the causal work is left out
+    assert grid(1, 4096, 4, 4096) == (256, 512, 16, 8)
+    assert grid(1, 1, 4, 100_000)[:1] == (1,)
+    assert grid(1, 1, 4, 100_000).col_blocks == 1
+    assert grid(1, 97, 1, 97) == (97, 97, 1, 1)
+
+
+def visited(case: Case, fixed: support.Arrays, rows: int, cols: int) -> int:
+    """Number of tiles that a call visits."""
+    diff, _ = support.draw(case, 0, np.float32)
+    call = make_call(**support.arguments(case, diff, fixed))
+    grid = tiles.make_grid(case.shape.length, case.shape.length, rows, cols)
+    bounds = tiles.key_ranges(call, grid)
+    return sum(int(end) - int(first) for first, end in (bounds(i) for i in range(grid.row_blocks)))
+
+
+def test_tiles_that_nobody_sees_are_not_visited() -> None:
+    shape = Shape(1, 256, 1, 4)
+    assert visited(Case(shape, causal=False), {}, 16, 16) == 16 * 16
+    assert visited(Case(shape), {}, 16, 16) == 16 * 17 // 2
+    assert visited(Case(shape, window=17), {}, 16, 16) == 2 * 16 - 1
+    assert visited(Case(shape, window=17, causal=False), {}, 16, 16) == 3 * 16 - 2
+    documents = {"segment_ids": jnp.arange(256)[None] // 64}
+    assert visited(Case(shape), documents, 16, 16) == 4 * (4 * 5 // 2)
+    padded = {"segment_ids": jnp.where(jnp.arange(256)[None] < 64, -1, 0)}
+    assert visited(Case(shape), padded, 16, 16) == 12 * 13 // 2
+    swapped = {"kv_positions": (jnp.arange(256) + 128) % 256}  # the later half of the keys is stored first
+    assert visited(Case(shape), swapped, 256, 128) == 2
+    assert visited(Case(shape, window=1), {"positions": jnp.full(256, 1000)}, 16, 16) == 0
