@@ -18,7 +18,6 @@ from kernels.path.plan import choose_plan
 from kernels.path.transport import matmul, span, transpose
 
 Array = jax.Array
-SUPERBLOCK = 256  # tokens whose pairwise scores the summary of a chunk forms at one time
 
 
 class Chunk(NamedTuple):
@@ -38,7 +37,7 @@ def summarise(q: Array, k: Array, w: Array, beta: Array) -> Chunk:
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    plan = choose_plan(length, dim, SUPERBLOCK)
+    plan = choose_plan(length, dim)
 
     def cut(x: Array) -> Array:  # [B, T, n, …] -> [N, B, n, S, …]; what is added has beta = 0
         x = jnp.pad(x.astype(wide), [(0, 0), (0, plan.length - length)] + [(0, 0)] * (x.ndim - 2))

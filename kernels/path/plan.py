@@ -2,9 +2,12 @@
 
 from typing import NamedTuple
 
+import jax
+
 from kernels.path.transport import BASE
 
-SUPERBLOCK = 512  # tokens that a tile of scores spans at most
+SUPERBLOCK = {"cpu": 256}  # tokens that a tile of scores spans at most: what stays in a CPU's cache, else:
+DEFAULT_SUPERBLOCK = 512
 
 
 class Plan(NamedTuple):
@@ -31,21 +34,22 @@ def check_plan(plan: Plan, length: int) -> None:
         raise ValueError(f"{plan} covers {plan.length} tokens, the row has {length}")
 
 
-def choose_plan(length: int, dim: int, superblock: int = SUPERBLOCK) -> Plan:
-    """The least padding with superblocks of at most about `superblock` tokens and blocks of about head_dim.
+def choose_plan(length: int, dim: int) -> Plan:
+    """The least padding with superblocks of about SUPERBLOCK tokens at most and blocks of about head_dim.
 
-    A block of L tokens costs O(L²) per token-row in the triangular part and D² L⁻¹ per token in its product, so L near D
-    is best; below 32 the number of small matrices dominates.
+    Per token, a block of L tokens costs O(L D) for its triangle and O(D³ / L) for its product, so L near D is best;
+    below 32 the number of small matrices dominates.
     """
     target = min(128, max(32, dim))
+    superblock = max(target, SUPERBLOCK.get(jax.default_backend(), DEFAULT_SUPERBLOCK))
     count = -(-length // superblock)
     size = -(-length // count)
     blocks = 1
     while -(-size // blocks) > target:
         blocks *= 2
     block = -(-size // blocks)
-    halvable = 1
-    while -(-block // halvable) > BASE:
-        halvable *= 2
-    block = -(-block // halvable) * halvable
+    step = 1  # the block's halves, quarters, … must be whole numbers down to BASE
+    while -(-block // step) > BASE:
+        step *= 2
+    block = -(-block // step) * step
     return Plan(count, blocks * block, block)

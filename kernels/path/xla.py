@@ -475,7 +475,8 @@ def _to_call(plan: Plan, call: PathCall, grads: Gradients) -> PathCall:
 
     def rows(x: dict[str, Any]) -> tuple[Any, ...]:
         gates = None if call.gates is None else (x["hi"], call.gates[1])
-        out = _lay_out(plan, replace(call, gates=gates, segments=None, **{name: x[name] for name in names}))
+        changed = replace(call, gates=gates, segments=None, **{name: x[name] for name in names})
+        out = _lay_out(plan, changed, grads.table)
         return out.q, out.k, out.v, out.w, out.beta, out.hi, out.rho
 
     (back,) = jax.vjp(rows, floats)[1](tuple(grads[:7]))
