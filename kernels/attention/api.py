@@ -31,8 +31,9 @@ BACKENDS: dict[str, str] = {
     "reference": "kernels.attention.reference",
     "xla": "kernels.attention.xla",
     "pallas_tpu": "kernels.attention.pallas_tpu",
+    "mosaic_gpu": "kernels.attention.mosaic_gpu",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("pallas_tpu", "xla")}
 
 
 def _load(name: str) -> Any:

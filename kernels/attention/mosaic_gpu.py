@@ -46,7 +46,8 @@ def refusal(call: Call) -> str | None:
 
 
 @functools.cache
-def _tile_table() -> dict[str, dict[str, str]]:
+def _tile_table() -> dict[str, dict[str, dict[str, str]]]:
+    """head_dim -> what is added to the content -> kernel -> Tiles as text; measured, see docs/kernels.md."""
     return json.loads((Path(__file__).parent / "mosaic_gpu_tiles.json").read_text())
 
 
@@ -100,7 +101,8 @@ def attend(call: Call, tiles: Any = None) -> tuple[Array, Array]:
     from kernels.attention.mosaic_gpu_spec import Tiles
 
     wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
-    row = _tile_table()[str(wide)]
+    added = "gates" if call.gates is not None else "prior" if call.prior is not None else "plain"
+    row = _tile_table()[str(wide)][added]
     options = Options(
         log_prior=None if call.prior is None else call.prior.log_prior,
         scale=call.scale,

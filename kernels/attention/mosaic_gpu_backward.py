@@ -29,7 +29,7 @@ from kernels.attention.mosaic_gpu_spec import (
     visible,
     zeros,
 )
-from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_dot
+from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_dot, toeplitz_totals
 
 Array = jax.Array
 ROW_INPUTS = ("lse", "delta", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
@@ -41,15 +41,17 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
 
     arrays: those of `forward` (factor and gain signed), do, `lse` (base 2; +inf where nothing is seen) and `delta` =
     Σ do·o − dlse [B, H, padded T]; `slopes` [n, copies, H, L], the derivatives of the log-prior.
-    Returns dq [B, T, H, D]; `slopes` [B, H, n, padded T]: Σ_j dlogits · slope; with sharpness `sharpness` [B, H, padded T]:
-    Σ_j dlogits · (what the sharpness multiplies) / scale; with gates `rows` [B, H, padded T]: Σ_j dlogits.
+    Returns dq [B, T, H, D]; `slopes` [B, H, n, padded T], to be summed over B and T: Σ_j dlogits · slope, times scale ·
+    sharpness · log2 e if folded; `prior` [B, H, padded T], like a slope, for the table itself (own_slope); with sharpness
+    `sharpness` [B, H, padded T]: Σ_j dlogits · (what the sharpness multiplies) / scale; with gates `rows` [B, H, padded T]:
+    Σ_j dlogits.
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
     dtype, shape, n_slopes = spec.dtype, (64, tiles.step), spec.slopes
     row_names = [n for n in ROW_INPUTS if n in arrays]
     column_names = [n for n in COLUMN_INPUTS if n in arrays]
-    sharp_offsets = spec.sharpness and spec.sharpen_prior and spec.offsets
+    sharp_offsets = spec.folded and spec.offsets
     reload = tiles.reload and sharp_offsets and not spec.gates
 
     line = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_queries), jnp.float32)
@@ -71,6 +73,10 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     if spec.sharpness:
         outputs["sharpness"] = line
         buffers["sharpness_sums"] = vector("sharpness_sums", groups, 64)
+    if spec.own_slope:
+        assert sharp_offsets and not spec.gates
+        outputs["prior"] = line
+        buffers["prior_sums"] = vector("prior_sums", groups, 64)
     if spec.gates:
         outputs["rows"] = line
         buffers["row_sums"] = vector("row_sums", groups, 64)
@@ -109,6 +115,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             factor = row.get("factor")
             if factor is None:
                 factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
+            delta = row["delta"] * factor if spec.folded else row["delta"]
             gain = (row["gain"], 0) if "gain" in row else None
             row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
             q_operand, do_operand = buf["q"].at[wg], buf["do"].at[wg]
@@ -144,17 +151,22 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
 
                 s, p, dp = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
                 plgpu.barrier_arrive(bar["v_free"].at[slot])
-                ds = p * (dp - spread(row["delta"], shape))
+                dp = dp * spread(factor, shape) if spec.folded else dp
+                ds = p * (dp - spread(delta, shape))
                 if masked:
                     segments = (row["q_segments"], column("kv_segments", slot)) if spec.segments else None
                     ds = jnp.where(visible(spec, base, tile * step, shape, segments), ds, jnp.float32(0))
-                wanted = [buf[f"slope{n}"] for n in range(n_slopes)] + ([buf["table"]] if reload else [])
-                sums = [toeplitz_dot(ds, ref.at[slot], entry, -1, tiles.slice, tiles.pairs) for ref in wanted]
-                if sharp_offsets and not reload:
+                plgpu.wgmma(dq_ref, ds.astype(dtype), buf["k"].at[slot])
+                sums = []  # while the tensor cores are busy
+                if n_slopes:
+                    slope_refs = [buf[f"slope{n}"].at[slot] for n in range(n_slopes)]
+                    sums += toeplitz_totals(ds, slope_refs, entry, -1, tiles.slice, tiles.pairs)
+                if reload:
+                    sums.append(toeplitz_dot(ds, buf["table"].at[slot], entry, -1, tiles.slice, tiles.pairs))
+                elif sharp_offsets:
                     sums.append(partial_dot(ds, s))
                 if spec.gates:
                     sums.append(ds.sum(axis=1))
-                plgpu.wgmma(dq_ref, ds.astype(dtype), buf["k"].at[slot])
                 if not tiles.overlap:
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(bar["k_free"].at[slot])
@@ -179,19 +191,23 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             begin = [zeros(64, 8)] * (n_slopes + sharp_offsets) + [zeros(64)] * spec.gates
             dq, *dots = pl.run_state(walk)((plgpu.ACC.init(zeros(64, d)), *begin))
             if spec.gates:
-                buf["row_sums"].at[wg][...] = dots.pop()
+                rows = dots.pop()
+                buf["row_sums"].at[wg][...] = rows / factor if spec.folded else rows
             for n in range(n_slopes):
                 buf["slope_sums"].at[wg, n][...] = dots[n].sum(axis=1)
             if spec.sharpness:
-                total = dots[-1].sum(axis=1) if sharp_offsets else None
-                if not sharp_offsets or reload:
-                    q = plgpu.load(buf["q"].at[wg], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                    content = (q * dq).sum(axis=1)
-                    total = content if total is None else total + content
-                buf["sharpness_sums"].at[wg][...] = total
+                q = plgpu.load(buf["q"].at[wg], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                content = (q * dq).sum(axis=1)
+                total = dots[-1].sum(axis=1) if sharp_offsets else content
+                prior = total if reload else total - content
+                total = total + content if reload else total
+                if spec.own_slope:
+                    buf["prior_sums"].at[wg][...] = prior
+                buf["sharpness_sums"].at[wg][...] = total / factor if spec.folded else total
+            if spec.sharpness and not spec.folded:
                 dq = dq * spread(factor * (1 / LOG2E), (64, d))
             else:
-                dq = dq * spec.scale
+                dq = dq * (1 / LOG2E if spec.folded else spec.scale)
             buf["q"].at[wg][...] = dq.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buf["q"].at[wg], outs["dq"].at[batch, here, head])
@@ -199,6 +215,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, n], outs["slopes"].at[batch, head, n, here])
             if spec.sharpness:
                 plgpu.copy_smem_to_gmem(buf["sharpness_sums"].at[wg], outs["sharpness"].at[batch, head, here])
+            if spec.own_slope:
+                plgpu.copy_smem_to_gmem(buf["prior_sums"].at[wg], outs["prior"].at[batch, head, here])
             if spec.gates:
                 plgpu.copy_smem_to_gmem(buf["row_sums"].at[wg], outs["rows"].at[batch, head, here])
             plgpu.wait_smem_to_gmem(0)

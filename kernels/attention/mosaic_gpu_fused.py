@@ -14,10 +14,14 @@ from jax.flatten_util import ravel_pytree
 from kernels.attention.mosaic_gpu_backward import query_gradients
 from kernels.attention.mosaic_gpu_backward_keys import key_gradients
 from kernels.attention.mosaic_gpu_forward import forward
+from kernels.attention.mosaic_gpu_slopes import own_slopes
 from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles
 
 Array = jax.Array
 Leaves = dict[str, Any]
+# Sharpened log-priors are kept within ±LARGEST: the kernels form s · factor − maximum with one rounding at the end, which
+# is exact enough only while the product is far below 2^24. exp(−LARGEST) is 0 many times over.
+LARGEST = 16384.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
         window=None if options.window is None else min(options.window, queries + keys),
         prior=x["params"] is not None,
         slopes=slopes,
+        own_slope=False,
         sharpness=x["sharpness"] is not None,
         sharpen_prior=options.sharpen_prior,
         gates=x["gates"] is not None,
@@ -101,13 +106,20 @@ def _inputs(options: Options, spec: Spec, x: Leaves) -> dict[str, Array]:
     return arrays
 
 
+def _prior(options: Options, spec: Spec, x: Leaves) -> tuple[Array, Array]:
+    """The prior of every head over distance, float32 [H, table length], and how far from 0 the kernels take it."""
+    d = distances(spec)
+    values = jax.vmap(lambda p: options.log_prior(p, d))(x["params"]).astype(jnp.float32)
+    limit = jnp.float32(LARGEST)
+    return values, limit / jnp.maximum(1, jnp.abs(x["sharpness"]).max()) if spec.folded else limit
+
+
 def _table(options: Options, spec: Spec, x: Leaves) -> Array | None:
     """The prior of every head over distance, divided by the scale: float32 [H, table length]."""
     if not spec.prior:
         return None
-    d = distances(spec)
-    values = jax.vmap(lambda p: options.log_prior(p, d))(x["params"])
-    return values.astype(jnp.float32) / spec.scale
+    values, limit = _prior(options, spec, x)
+    return jnp.clip(values, -limit, limit) / spec.scale
 
 
 def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
@@ -118,7 +130,9 @@ def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
         flat, unravel = ravel_pytree(p)
         return jax.jacfwd(lambda t: options.log_prior(unravel(t), d))(flat).T
 
-    return jax.vmap(of_head)(x["params"]).astype(jnp.float32).transpose(1, 0, 2)
+    slopes = jax.vmap(of_head)(x["params"]).astype(jnp.float32).transpose(1, 0, 2)
+    values, limit = _prior(options, spec, x)
+    return jnp.where((jnp.abs(values) < limit)[None], slopes, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -150,6 +164,10 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     do, dlse = cotangents
     leaves = jax.tree.leaves(x["params"])
     spec = make_spec(options, x, sum(leaf[0].size for leaf in leaves))
+    own: tuple[int, ...] = ()
+    if spec.folded and spec.prior and not spec.gates:
+        own = own_slopes(options.log_prior, jax.tree.map(lambda leaf: leaf[0], x["params"]))
+        spec = replace(spec, slopes=spec.slopes - len(own), own_slope=bool(own))
     arrays = _inputs(options, spec, x)
     dlse = jnp.where(lse[:, :, : spec.queries].transpose(0, 2, 1) == -jnp.inf, 0, dlse)
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=-1)[:, : spec.queries] - dlse
@@ -157,26 +175,21 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     real = (jnp.arange(spec.padded_queries) < spec.queries)[None, None, :]
     arrays |= {"do": do, "lse": jnp.where(real & (lse > -jnp.inf), lse, jnp.inf)}
     table = _table(options, spec, x)
-    queries = _query_sums(options, spec, x, arrays, delta, table)
+    queries = _query_sums(options, spec, x, arrays, delta, table, own)
     if spec.gates:
         # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would add
         # up in the running sum behind the gates, so the keys get a delta without it.
         delta = delta + jnp.where(real, queries["rows"] - _lines(dlse, spec.padded_queries), 0)
     keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
-    r = _lines(x["sharpness"], spec.padded_queries, 1.0) if spec.sharpness and spec.sharpen_prior else None
-    grads: Leaves = {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"], "params": None, "sharpness": None, "gates": None}
-    if spec.slopes:
-        sums = queries["slopes"][..., : spec.queries]
-        sums = sums if r is None else sums * r[:, :, None, : spec.queries]
-        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], x["params"]))[1]
-        grads["params"] = jax.vmap(unravel)(sums.sum(axis=(0, 3)))
-    elif spec.prior:
-        grads["params"] = x["params"]
+    grads: Leaves = dict.fromkeys(x)
+    grads |= {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"]}
+    if spec.prior:
+        grads["params"] = _parameter_gradients(spec, options.tiles[1].rows, x["params"], queries, own)
     if spec.sharpness:
         grads["sharpness"] = queries["sharpness"][:, :, : spec.queries].transpose(0, 2, 1) * spec.scale
     if spec.gates:
         # The sum of dlogits over the keys of a row is the cotangent of its log-sum-exp, exactly.
-        rows = dlse if r is None else dlse * x["sharpness"]
+        rows = dlse * x["sharpness"] if spec.folded else dlse
         columns = -keys["gates"][:, :, : spec.keys].transpose(0, 2, 1)
         if spec.sharpness:
             columns = columns / (spec.scale * LOG2E)
@@ -186,7 +199,26 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     return (grads,)
 
 
-def _key_sums(spec: Spec, tiles: Tiles, arrays: dict[str, Array], delta: Array, table: Array | None) -> dict[str, Array]:
+def _parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Array], own: tuple[int, ...]) -> Any:
+    """The prior's gradients from its slopes' sums; `own`: places of the parameters whose slope is the prior itself."""
+    size = spec.slopes + len(own)
+    total = jnp.zeros((spec.heads, size), jnp.float32)
+    others = np.array([n for n in range(size) if n not in own], np.int32)
+    if spec.slopes:
+        # Rows of the last block past the end add 0, but a row's sum may lie in its neighbour's place.
+        written = -(-spec.queries // rows) * rows
+        slopes = sums["slopes"][..., :written].sum(axis=(0, 3))
+        total = total.at[:, others].set(slopes / (spec.scale * LOG2E) if spec.folded else slopes)
+    if own:
+        prior = sums["prior"][..., : spec.queries].sum(axis=(0, 2)) / LOG2E  # the table holds the prior over the scale
+        total = total.at[:, np.array(own)].set(prior[:, None])
+    unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], params))[1]
+    return jax.vmap(unravel)(total)
+
+
+def _key_sums(
+    spec: Spec, tiles: Tiles, arrays: dict[str, Array], delta: Array, table: Array | None
+) -> dict[str, Array]:
     arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
     if table is not None:
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
@@ -197,7 +229,13 @@ SLOPES_AT_ONCE = 8
 
 
 def _query_sums(
-    options: Options, spec: Spec, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
+    options: Options,
+    spec: Spec,
+    x: Leaves,
+    arrays: dict[str, Array],
+    delta: Array,
+    table: Array | None,
+    own: tuple[int, ...],
 ) -> dict[str, Array]:
     tiles = options.tiles[1]
     arrays = arrays | {"delta": delta}
@@ -205,11 +243,13 @@ def _query_sums(
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
     if not spec.slopes:
         return query_gradients(spec, tiles, arrays)
-    slopes = _copies(_slopes(options, spec, x), tiles).transpose(0, 2, 1, 3)
+    slopes = jnp.delete(_slopes(options, spec, x), np.array(own, np.int32), axis=0)
+    slopes = _copies(slopes, tiles).transpose(0, 2, 1, 3)
     parts = []
     for first in range(0, spec.slopes, SLOPES_AT_ONCE):
         some = slopes[first : first + SLOPES_AT_ONCE]
-        parts.append(query_gradients(replace(spec, slopes=some.shape[0]), tiles, arrays | {"slopes": some}))
+        part = replace(spec, slopes=some.shape[0], own_slope=spec.own_slope and first == 0)
+        parts.append(query_gradients(part, tiles, arrays | {"slopes": some}))
     return parts[0] | {"slopes": jnp.concatenate([p["slopes"] for p in parts], axis=2)}
 
 

@@ -68,6 +68,7 @@ class Spec:
     window: int | None
     prior: bool
     slopes: int  # tables of d(log prior)/d(parameter)
+    own_slope: bool  # wanted: sums over the log-prior itself, as one more slope, from what the sharpness needs anyway
     sharpness: bool
     sharpen_prior: bool
     gates: bool
@@ -83,6 +84,11 @@ class Spec:
     def offsets(self) -> bool:
         """Is anything added to the content term."""
         return self.prior or self.gates
+
+    @property
+    def folded(self) -> bool:
+        """Does the sharpness multiply everything: then the backward kernels carry it inside d(logits)."""
+        return self.sharpness and self.sharpen_prior
 
     @property
     def group(self) -> int:

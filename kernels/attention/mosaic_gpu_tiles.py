@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Array = jax.Array
 ROWS = 64  # rows of a warpgroup's tile
@@ -125,6 +125,40 @@ def toeplitz_dot(tile: Array, table_ref: Any, base: Array, sign: int, entries: i
         return _from_halves({h: vector.from_elements(pair, [sums[h, 0], sums[h, 1]]) for h in range(2)})
 
     return build(tile, table_ref, base)
+
+
+def toeplitz_totals(
+    tile: Array, table_refs: list[Any], base: Array, sign: int, entries: int, pairs: bool
+) -> list[Array]:
+    """For each table the sum of tile * its toeplitz_tile over rows and columns, spread over a float32 [64, 8] array.
+
+    Scores of one thread that lie on one diagonal are added first, once for all tables.
+    """
+    columns = tile.shape[1]
+    part = plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * len(table_refs)),
+        return_type=[part] * len(table_refs),
+    )
+    def build(_: Any, values: Any, start: Any, *tables: ir.Value) -> Any:
+        diagonals: dict[int, ir.Value] = {}
+        for idx, block, half in _registers((ROWS, columns)):
+            x = values.registers[idx]
+            old = diagonals.get(block - half)
+            diagonals[block - half] = x if old is None else fa.addf(old, x)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        out = []
+        for table in tables:
+            load = _loader(table, start.registers.item(), sign, entries, pairs)
+            sums: dict[int, ir.Value] = {}
+            for block, x in diagonals.items():
+                term = fa.mulf(x, vector.from_elements(pair, [load(block, 0), load(block, 1)]))
+                sums[block % 2] = term if block % 2 not in sums else fa.addf(sums[block % 2], term)
+            out.append(_from_halves(sums))
+        return out
+
+    return list(build(tile, base, *table_refs))
 
 
 def partial_dot(a: Array, b: Array) -> Array:
