@@ -185,3 +185,16 @@ def test_saved_on_eight_devices_restored_on_fewer(tmp_path):
         assert got.sharding.is_equivalent_to(sharding, 2)
         np.testing.assert_array_equal(got, np.arange(64.0).reshape(8, 8))
     assert isinstance(checkpoint.read_params(tmp_path)["w"], np.ndarray)
+
+
+def test_a_background_save_that_fails_is_heard_of_and_never_chosen(tmp_path, monkeypatch):
+    def full(self):
+        raise OSError("No space left on device")
+
+    save(tmp_path, 10)
+    monkeypatch.setattr(Saver, "_describe_files", full)
+    saver = Saver(tmp_path)
+    saver.save(20, *model(), FACTS)
+    with pytest.raises(OSError, match="No space left"):
+        saver.wait()
+    assert checkpoint.latest(tmp_path, lambda _: None).name == "00000010"
