@@ -72,7 +72,8 @@ EXTRA = (
     Case("t5-window", 4, 4096, 8, 8, 64, "t5", window=1024, causal=False),
     Case("wide-heads", 4, 2048, 4, 4, 256),
     Case("wide-heads-f32", 4, 2048, 4, 4, 256, "bam+fox+segments", "float32"),
-    Case("long", 2, 131072, 4, 4, 64, "bam+ssmax+fox"),
+    Case("multi-query", 4, 8192, 16, 2, 64, "bam+ssmax+fox"),
+    Case("long", 2, 131072, 4, 4, 64),
 )
 
 

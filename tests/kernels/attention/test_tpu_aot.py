@@ -30,8 +30,8 @@ def test_the_named_configurations_are_the_compiled_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_forward_and_backward_compile_inside_shard_map(name: str, topology: str) -> None:
     compiled, row = aot.compile_case(CASES[name], topology, backward=True)
-    # One forward kernel, and one or two for the gradients: remat and sharding add none.
-    assert row["kernels"] == (3 if name == "long" else 2)
+    # One forward kernel, and one for the gradients, or two where dq of a row does not fit in VMEM.
+    assert row["kernels"] == (3 if name in ("multi-query", "long") else 2)
     # No head dimension pays for padding in HBM (rows that are no multiple of 128 lanes pad the lengths).
     if row["T"] % 512 == 0:
         assert row["argument_bytes"] < 1.02 * row["unpadded_input_bytes"] + 2**16
