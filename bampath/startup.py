@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from bampath.config import Config
 from bampath.data.tokenizer import Tokenizer
-from bampath.flops import peak_flops, train_flops_per_token
-from bampath.params import POSITIONAL_ROLES
+from bampath.flops import body_parameters, peak_flops, train_flops_per_token
 from bampath.positions.registry import parse
 from bampath.step import Declared, build_model, declare
 from kernels.attention import api as attention_api
@@ -42,7 +41,7 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
         "kernels": _per_layer(kernels(config)),
         "position": schemes(config),
         "mask": masks(config),
-        "parameters": f"{declared.count:,}, of which {declared.count_of(*POSITIONAL_ROLES):,} positional",
+        "parameters": f"{declared.count:,}, of which the positional scheme's {declared.count - body_parameters(model):,}",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} of {model.vocab_size:,} embeddings used",
         "batch": f"{data.batch_size} × {data.sequence_length} = {tokens:,} tokens in {train.accumulate} part(s), "
         f"{train.steps:,} steps = {tokens * train.steps:,} tokens",
