@@ -41,7 +41,7 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
         "kernels": _per_layer(kernels(config)),
         "position": schemes(config),
         "mask": masks(config),
-        "parameters": f"{declared.count:,}, of which the positional scheme's {declared.count - body_parameters(model):,}",
+        "parameters": f"{declared.count:,}, of which the scheme's {declared.count - body_parameters(model):,}",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} of {model.vocab_size:,} embeddings used",
         "batch": f"{data.batch_size} × {data.sequence_length} = {tokens:,} tokens in {train.accumulate} part(s), "
         f"{train.steps:,} steps = {tokens * train.steps:,} tokens",
