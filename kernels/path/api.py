@@ -5,7 +5,7 @@
 A backend is a module with two functions, imported only when it is first considered:
 
     supports(call: PathCall) -> str | None     None if it can serve the call, else the reason in words
-    attend(call: PathCall) -> (o, lse)         o [B,T,H,Dv] in q's dtype, lse [B,T,H] float32 (float64 for float64 inputs)
+    attend(call: PathCall) -> (o, lse)         o [B,T,H,Dv] in q's dtype, lse [B,T,H] float32 (float64 for float64)
 
 `call.PathCall` is a pytree whose docstring fixes the mathematics, shapes and dtypes; all checks are done, gates are
 compensated sums, padding is blanked. A backend must be differentiable in q, k, v, w, beta, gates (hi), sharpness,
@@ -78,8 +78,8 @@ def path_attention(
         logits_ij = r_i (scale · q_iᵀ H_i H_{i−1} … H_{j+1} k_j + log_prior(j − i) + G_i − G_j),   j ≤ i
         H_t = I − beta_t w_t w_tᵀ
 
-    (PaTH, arXiv 2505.16381, section 3; gates G of FoX, arXiv 2503.02130.) The query's own transition acts, the key's own
-    does not: logits_ii = scale · q_iᵀ k_i + log_prior(0). With `sharpen_prior=False` the sharpness r multiplies the
+    (PaTH, arXiv 2505.16381, section 3; gates G of FoX, arXiv 2503.02130.) The query's own transition acts, the key's
+    own does not: logits_ii = scale · q_iᵀ k_i + log_prior(0). With `sharpen_prior=False` the sharpness r multiplies the
     content term alone. No T × T array, except in "reference".
 
     Args:

@@ -1,16 +1,18 @@
 """One validated, normalised description of a PaTH attention call: all that a backend ever sees."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels.attention.call import DistancePrior, check_prior
 from kernels.attention.checks import check_array, check_flag, check_scale
 from kernels.attention.gates import running_sums
 
 Array = jax.Array
+Maybe = TypeVar("Maybe", bound="Array | None")
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +54,19 @@ class PathCall:
         """The dtype of all arithmetic."""
         return jnp.promote_types(self.q.dtype, jnp.float32)
 
+    @property
+    def precision(self) -> lax.Precision:
+        """Of products of tiles: full for float32 inputs, the platform's fast float32 for 16-bit ones."""
+        return lax.Precision.DEFAULT if self.q.dtype.itemsize < 4 else lax.Precision.HIGHEST
+
+    def sharpens(self, table: Array | None) -> bool:
+        """Whether the sharpness multiplies anything besides the content: gates, or a prior given as a table."""
+        return self.sharpness is not None and self.sharpen_prior and (table is not None or self.gates is not None)
+
+    def without_prior(self) -> "PathCall":
+        """The same call for a backend that has its prior in another form."""
+        return replace(self, prior=None)
+
 
 def check_rows(q: Any, k: Any, v: Any, w: Any, beta: Any) -> None:
     """Raise unless the five arrays have the shapes and dtypes of one PaTH call."""
@@ -83,12 +98,13 @@ def check_segments(segment_ids: Any, batch: int, length: int) -> None:
         check_array("segment_ids", segment_ids, {"B": batch, "T": length}, "integer")
 
 
-def blank(segment_ids: Array | None, x: Array | None, value: float = 0) -> Array | None:
-    """x [B, T, ...] with `value` at padding, so that nothing stored there matters (NaN included)."""
+def blank(segment_ids: Array | None, x: Maybe, value: float = 0) -> Maybe:
+    """x [B, T, ...] (or None) with `value` at padding, so that nothing stored there matters, NaN included."""
     if x is None or segment_ids is None:
         return x
     real = (segment_ids >= 0).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
-    return jnp.where(real, x, jnp.asarray(value, x.dtype))
+    out: Any = jnp.where(real, x, jnp.asarray(value, x.dtype))
+    return out
 
 
 def make_call(
@@ -119,19 +135,19 @@ def make_call(
         raise ValueError("scale_gates=True needs log_gates: there is no gate to scale")
     dtype = jnp.result_type(q, k, v)
     wide = jnp.promote_types(dtype, jnp.float32)
-    real = lambda x, value=0.0: blank(segment_ids, x, value)
     gates = None
     if log_gates is not None:
-        gates = running_sums(real(log_gates.astype(wide)) * (factor if scale_gates else 1.0))
+        steps = blank(segment_ids, log_gates.astype(wide))
+        gates = running_sums(steps * factor if scale_gates else steps)
     return PathCall(
-        q=real(q.astype(dtype)),
-        k=real(k.astype(dtype)),
-        v=real(v.astype(dtype)),
-        w=real(w.astype(wide)),
-        beta=real(beta.astype(wide)),
+        q=blank(segment_ids, q.astype(dtype)),
+        k=blank(segment_ids, k.astype(dtype)),
+        v=blank(segment_ids, v.astype(dtype)),
+        w=blank(segment_ids, w.astype(wide)),
+        beta=blank(segment_ids, beta.astype(wide)),
         prior=prior,
         gates=gates,
-        sharpness=None if sharpness is None else real(sharpness.astype(wide), 1.0),
+        sharpness=None if sharpness is None else blank(segment_ids, sharpness.astype(wide), 1),
         segments=segment_ids,
         scale=factor,
         sharpen_prior=check_flag("sharpen_prior", sharpen_prior),

@@ -11,16 +11,16 @@ DEFAULT_SUPERBLOCK = 512
 
 
 class Plan(NamedTuple):
-    """`count` superblocks of `size` tokens, a size that is `block` times a power of two."""
+    """So many superblocks of `size` tokens, a size that is `block` times a power of two."""
 
-    count: int
+    superblocks: int
     size: int
     block: int
 
     @property
     def length(self) -> int:
         """Tokens of the row, padding at its end included."""
-        return self.count * self.size
+        return self.superblocks * self.size
 
 
 def check_plan(plan: Plan, length: int) -> None:
