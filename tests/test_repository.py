@@ -1,0 +1,52 @@
+"""What a reader relies on: the README's numbers, its links, and that our folder `kernels` shadows nobody."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.extrapolation.report import passkey_table
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]
+
+
+def test_the_readme_shows_the_table_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "experiments/extrapolation/results.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- passkey table -->\n(.*?)\n<!-- end of passkey table -->", readme, re.DOTALL)
+    assert shown is not None
+    assert shown.group(1) == passkey_table(results)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_other_packages_import_from_the_root_although_one_is_called_kernels(tmp_path: Path) -> None:
+    """transformers looks for the published package `kernels` by its metadata; our folder has none and must not break it."""
+    code = "import kernels.attention.api, jax, flax, orbax.checkpoint, optax; print(kernels.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip().splitlines()[-1]).parent == ROOT / "kernels"
+
+
+def test_transformers_imports_from_the_root() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed here")
+    done = subprocess.run(
+        [sys.executable, "-c", "import transformers, kernels; transformers.AutoConfig"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
