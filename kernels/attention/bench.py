@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.attention.api import DistancePrior, attention
+from kernels.attention.bench_cases import CHECKS, Case, function, ggd, inputs
 
 Array = jax.Array
 RESULTS = Path(__file__).with_name("results.json")
@@ -36,124 +36,6 @@ SPEED_SHAPES = ((8, 4096, 16, 64), (4, 4096, 16, 128), (1, 32768, 16, 64), (1, 1
 SPEED_CASES = ("plain", "alibi", "bam+ssmax", "fox")
 LIMIT = 2e-2  # largest relative RMS error that a bfloat16 check may show
 PEERS = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "numpy")
-
-
-def ggd(params: dict[str, Array], d: Array) -> Array:
-    """−exp(alpha) (|d| + 1e-5)^beta, the prior of BAM (arXiv 2505.22842)."""
-    return -jnp.exp(params["alpha"] + params["beta"] * jnp.log(jnp.abs(d).astype(jnp.float32) + 1e-5))
-
-
-def alibi(params: dict[str, Array], d: Array) -> Array:
-    """−slope |d| with a trained slope (arXiv 2108.12409)."""
-    return -params["slope"] * jnp.abs(d).astype(jnp.float32)
-
-
-def kerple(params: dict[str, Array], d: Array) -> Array:
-    """−r1 ln(1 + r2 |d|) (arXiv 2205.09921)."""
-    return -params["r1"] * jnp.log(1 + params["r2"] * jnp.abs(d).astype(jnp.float32))
-
-
-def buckets(params: dict[str, Array], d: Array) -> Array:
-    """A learned table over 12 logarithmic buckets of distance, in the manner of T5."""
-    n = jnp.abs(d)
-    far = 8 + jnp.log2(jnp.maximum(n, 8) / 8).astype(jnp.int32)
-    return params["table"][jnp.minimum(jnp.where(n < 8, n, far), 11)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of `attention`: shapes, what is added, options."""
-
-    name: str
-    B: int
-    T: int
-    H: int
-    D: int
-    prior: str | None = None
-    sharpness: float = 0.0  # its typical size; negative: every other head is sharpened the wrong way round
-    gates: bool = False
-    S: int | None = None
-    Hkv: int | None = None
-    packed: bool = False
-    dtype: str = "bfloat16"
-    use_lse: bool = True  # does the loss depend on lse
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-CHECKS = (
-    Case("plain", 2, 512, 4, 64),
-    Case("plain, f16", 2, 200, 2, 128, dtype="float16"),
-    Case("bam+ssmax", 2, 712, 4, 64, "ggd", 1.0),
-    Case("bam+ssmax, head 128", 1, 520, 2, 128, "ggd", 1.0),
-    Case(
-        "bam, negative sharpness, outside, head 48, GQA",
-        2,
-        301,
-        4,
-        48,
-        "ggd",
-        -1.0,
-        Hkv=2,
-        options={"sharpen_prior": False},
-    ),
-    Case("bam, extreme exponents", 1, 390, 8, 64, "ggd_extreme", 0.3, use_lse=False),
-    Case("alibi, not causal, head 80", 2, 301, 4, 80, "alibi", options={"causal": False}),
-    Case("kerple, window, head 96", 1, 500, 2, 96, "kerple", options={"window": 77}),
-    Case("table of 12, head 32", 2, 301, 2, 32, "buckets"),
-    Case("fox", 2, 640, 4, 64, gates=True),
-    Case("fox+bam+ssmax, packed, GQA", 2, 304, 4, 64, "ggd", 1.0, True, Hkv=1, packed=True),
-    Case("fox+alibi, fewer queries than keys", 2, 104, 4, 64, "alibi", 1.0, True, S=304),
-    Case("more queries than keys", 1, 301, 2, 64, "alibi", S=130, options={"window": 33}),
-    Case("one token", 1, 1, 2, 64, "ggd"),
-)
-PARAMETERS: dict[str, tuple[Any, Callable[[Any, int], dict[str, Any]]]] = {
-    "ggd": (ggd, lambda r, h: {"alpha": r.uniform(-2, 0.3, h), "beta": r.uniform(-0.3, 1.0, h)}),
-    "ggd_extreme": (ggd, lambda r, h: {"alpha": np.zeros(h), "beta": np.linspace(-6, 3, h)}),
-    "alibi": (alibi, lambda r, h: {"slope": 2.0 ** -r.uniform(1, 8, h)}),
-    "kerple": (kerple, lambda r, h: {"r1": r.uniform(0.5, 2, h), "r2": r.uniform(0.1, 1, h)}),
-    "buckets": (buckets, lambda r, h: {"table": r.standard_normal((h, 12))}),
-}
-
-
-def inputs(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], tuple[Array, Array]]:
-    """(differentiable operands, other arguments, cotangents of o and lse) of a case; keys nobody sees hold NaN."""
-    r = np.random.default_rng(seed)
-    keys, kv_heads = case.S or case.T, case.Hkv or case.H
-    normal = lambda *shape: jnp.asarray(r.standard_normal(shape, np.float32), case.dtype)
-    f32 = lambda x: jnp.asarray(x, jnp.float32)
-    x: dict[str, Any] = {"q": normal(case.B, case.T, case.H, case.D)}
-    x |= {n: normal(case.B, keys, kv_heads, case.D) for n in ("k", "v")}
-    if case.prior:
-        x["params"] = jax.tree.map(f32, PARAMETERS[case.prior][1](r, case.H))
-    if case.sharpness:
-        seen = np.log(np.maximum(np.arange(keys - case.T, keys), 0) + 2.0) / np.log(keys + 1.0)
-        signs = np.where((np.arange(case.H) % 2 == 1) & (case.sharpness < 0), -1, 1)
-        scale = abs(case.sharpness) * r.uniform(0.5, 2, case.H) * signs
-        x["sharpness"] = f32(np.broadcast_to(seen[None, :, None] * scale, (case.B, case.T, case.H)))
-    if case.gates:
-        x["log_gates"] = f32(-r.exponential(0.1, (case.B, keys, case.H)))
-    other = dict(case.options)
-    if case.packed:
-        cuts = np.array([0, 60, 90, 140, 240, case.T])
-        ids = np.repeat([[0, 1, 1, 2, -1], [3, -1, 0, 7, 7]], np.diff(cuts), axis=1)
-        other["segment_ids"] = jnp.asarray(np.tile(ids, (case.B // 2, 1)), jnp.int32)
-        for n in ("k", "v"):
-            x[n] = jnp.where((other["segment_ids"] < 0)[:, :, None, None], jnp.nan, x[n])
-    dlse = f32(r.standard_normal((case.B, case.T, case.H)) * case.use_lse)
-    return x, other, (normal(case.B, case.T, case.H, case.D), dlse)
-
-
-def function(case: Case, other: dict[str, Any], implementation: str | None) -> Callable[[dict[str, Any]], Any]:
-    """operands -> (o, lse)."""
-
-    def call(x: dict[str, Any]) -> Any:
-        prior = DistancePrior(x["params"], PARAMETERS[case.prior][0]) if case.prior else None
-        rest = {n: x[n] for n in ("sharpness", "log_gates") if n in x}
-        return attention(
-            x["q"], x["k"], x["v"], prior=prior, implementation=implementation, return_lse=True, **rest, **other
-        )
-
-    return call
 
 
 def with_gradients(f: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:

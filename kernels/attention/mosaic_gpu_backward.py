@@ -1,7 +1,7 @@
 """Mosaic GPU attention backward over blocks of queries: dq, and the sums behind the prior's and sharpness' gradients.
 
-The scores are recomputed from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691). Keys get their gradients from a
-second kernel (mosaic_gpu_backward_keys.py), so every sum has one owner and a fixed order: two runs agree bit for bit.
+The scores are recomputed from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691). Keys get their gradients from
+a second kernel (mosaic_gpu_backward_keys.py), so every sum has one owner and a fixed order: two runs agree bit for bit.
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ from kernels.attention.mosaic_gpu_spec import (
     copy_vector,
     matrix,
     offset_tile,
+    read,
     spread,
     table,
     vector,
@@ -41,10 +42,9 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
 
     arrays: those of `forward` (factor and gain signed), do, `lse` (base 2; +inf where nothing is seen) and `delta` =
     Σ do·o − dlse [B, H, padded T]; `slopes` [n, copies, H, L], the derivatives of the log-prior.
-    Returns dq [B, T, H, D]; `slopes` [B, H, n, padded T], to be summed over B and T: Σ_j dlogits · slope, times scale ·
-    sharpness · log2 e if folded; `prior` [B, H, padded T], like a slope, for the table itself (own_slope); with sharpness
-    `sharpness` [B, H, padded T]: Σ_j dlogits · (what the sharpness multiplies) / scale; with gates `rows` [B, H, padded T]:
-    Σ_j dlogits.
+    Returns dq [B, T, H, D] and, [B, H, padded T] each: `slopes` (with n before the last axis; to be summed over B and
+    rows): Σ_j dlogits · slope, times scale · sharpness · log2 e if folded; `prior`: the same for the table itself
+    (own_slope); with sharpness `sharpness`: Σ_j dlogits · (what it multiplies) / scale; with gates `rows`: Σ_j dlogits.
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
@@ -63,7 +63,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
         "v": matrix(spec, stages, step, d),
         **{n: vector(n, groups, 64) for n in row_names},
         **{n: vector(n, stages, step) for n in column_names},
-        **{f"slope{n}": table(tiles) for n in range(n_slopes)},
+        **{f"slope{i}": table(tiles) for i in range(n_slopes)},
     }
     if spec.prior:
         buffers["table"] = table(tiles)
@@ -74,7 +74,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
         outputs["sharpness"] = line
         buffers["sharpness_sums"] = vector("sharpness_sums", groups, 64)
     if spec.own_slope:
-        assert sharp_offsets and not spec.gates
+        assert sharp_offsets
+        assert not spec.gates
         outputs["prior"] = line
         buffers["prior_sums"] = vector("prior_sums", groups, 64)
     if spec.gates:
@@ -111,7 +112,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             for n in row_names:
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
             plgpu.barrier_wait(bar["q"].at[wg])
-            row = {n: plgpu.load(buf[n].at[wg], layout=ROW) for n in row_names}
+            row = {n: read(buf[n].at[wg], ROW) for n in row_names}
             factor = row.get("factor")
             if factor is None:
                 factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
@@ -120,12 +121,12 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
             q_operand, do_operand = buf["q"].at[wg], buf["do"].at[wg]
             if tiles.registers:
-                q_operand = plgpu.load(q_operand, layout=plgpu.Layout.WGMMA)
-                do_operand = plgpu.load(do_operand, layout=plgpu.Layout.WGMMA)
+                q_operand = read(q_operand, plgpu.Layout.WGMMA)
+                do_operand = read(do_operand, plgpu.Layout.WGMMA)
             entry = step + wg * 64
 
             def column(name: str, slot: Array) -> Array:
-                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+                return read(buf[name].at[slot], COLUMN)
 
             def offsets(slot: Array) -> Array:
                 column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
@@ -159,7 +160,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 plgpu.wgmma(dq_ref, ds.astype(dtype), buf["k"].at[slot])
                 sums = []  # while the tensor cores are busy
                 if n_slopes:
-                    slope_refs = [buf[f"slope{n}"].at[slot] for n in range(n_slopes)]
+                    slope_refs = [buf[f"slope{i}"].at[slot] for i in range(n_slopes)]
                     sums += toeplitz_totals(ds, slope_refs, entry, -1, tiles.slice, tiles.pairs)
                 if reload:
                     sums.append(toeplitz_dot(ds, buf["table"].at[slot], entry, -1, tiles.slice, tiles.pairs))
@@ -193,10 +194,10 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             if spec.gates:
                 rows = dots.pop()
                 buf["row_sums"].at[wg][...] = rows / factor if spec.folded else rows
-            for n in range(n_slopes):
-                buf["slope_sums"].at[wg, n][...] = dots[n].sum(axis=1)
+            for i in range(n_slopes):
+                buf["slope_sums"].at[wg, i][...] = dots[i].sum(axis=1)
             if spec.sharpness:
-                q = plgpu.load(buf["q"].at[wg], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                q = read(buf["q"].at[wg], plgpu.Layout.WGMMA).astype(jnp.float32)
                 content = (q * dq).sum(axis=1)
                 total = dots[-1].sum(axis=1) if sharp_offsets else content
                 prior = total if reload else total - content
@@ -211,8 +212,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             buf["q"].at[wg][...] = dq.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buf["q"].at[wg], outs["dq"].at[batch, here, head])
-            for n in range(n_slopes):
-                plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, n], outs["slopes"].at[batch, head, n, here])
+            for i in range(n_slopes):
+                plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, i], outs["slopes"].at[batch, head, i, here])
             if spec.sharpness:
                 plgpu.copy_smem_to_gmem(buf["sharpness_sums"].at[wg], outs["sharpness"].at[batch, head, here])
             if spec.own_slope:
@@ -237,8 +238,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 at = first + (spec.shift + spec.origin - step) - tile * step
                 if spec.prior:
                     copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], k_bar, tiles)
-                for n in range(n_slopes):
-                    copy_table(inputs["slopes"].at[n, :, head], at, buf[f"slope{n}"].at[slot], k_bar, tiles)
+                for i in range(n_slopes):
+                    copy_table(inputs["slopes"].at[i, :, head], at, buf[f"slope{i}"].at[slot], k_bar, tiles)
                 for n in column_names:
                     copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], k_bar)
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["v_free"].at[slot]))

@@ -1,4 +1,4 @@
-"""Mosaic GPU attention backward over blocks of keys: dk, dv and the gradient of the gates. Scores are held transposed."""
+"""Mosaic GPU attention backward over blocks of keys: dk, dv and the gates' gradient. Scores are held transposed."""
 
 from typing import Any
 
@@ -19,6 +19,7 @@ from kernels.attention.mosaic_gpu_spec import (
     copy_vector,
     matrix,
     offset_tile,
+    read,
     spread,
     table,
     vector,
@@ -95,17 +96,18 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             plgpu.barrier_wait(bar["k"].at[wg])
             k_operand, v_operand = buf["k"].at[wg], buf["v"].at[wg]
             if tiles.registers:
-                k_operand = plgpu.load(k_operand, layout=plgpu.Layout.WGMMA)
-                v_operand = plgpu.load(v_operand, layout=plgpu.Layout.WGMMA)
-            k_segments = plgpu.load(buf["kv_segments"].at[wg], layout=ROW) if spec.segments else None
+                k_operand = read(k_operand, plgpu.Layout.WGMMA)
+                v_operand = read(v_operand, plgpu.Layout.WGMMA)
+            k_segments = read(buf["kv_segments"].at[wg], ROW) if spec.segments else None
 
             def column(name: str, slot: Array) -> Array:
-                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+                return read(buf[name].at[slot], COLUMN)
 
             def offsets(slot: Array) -> Array:
                 row_gates = column_gates = None
                 if spec.gates:
-                    row_gates = tuple(plgpu.load(buf[n].at[wg], layout=ROW) for n in gate_names)
+                    high, low = (read(buf[n].at[wg], ROW) for n in gate_names)
+                    row_gates = (high, low)
                     column_gates = (column("q_gate_hi", slot), column("q_gate_lo", slot))
                 gain = (column("gain", slot), 1) if "gain" in column_names else None
                 table_ref = buf["table"].at[slot] if spec.prior else None
@@ -132,7 +134,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                         factor = spread(column("factor", slot), shape, 1)
                     p = jnp.exp2(s * factor - spread(column("lse", slot), shape, 1))
                     if masked:
-                        segments = (k_segments, column("q_segments", slot)) if spec.segments else None
+                        segments = None if k_segments is None else (k_segments, column("q_segments", slot))
                         seen = visible(spec, tile * step, base, shape, segments, queries_are_rows=False)
                         p = jnp.where(seen, p, jnp.float32(0))
                     plgpu.wgmma(dv_ref, p.astype(dtype), buf["do"].at[slot])

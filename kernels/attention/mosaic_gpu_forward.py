@@ -1,4 +1,4 @@
-"""Mosaic GPU attention forward: queries stay, keys and values stream by TMA, the warpgroups take turns on the tensor cores.
+"""Mosaic GPU attention forward: queries stay, keys and values stream by TMA, warpgroups take turns on the tensor cores.
 
 The online softmax in base 2 (Milakov & Gimelshein, arXiv 1805.02867) in the warp-specialised arrangement of
 FlashAttention-3 (arXiv 2407.08608). Prior and gates are where the score accumulator starts: they are read from shared
@@ -24,6 +24,7 @@ from kernels.attention.mosaic_gpu_spec import (
     copy_vector,
     matrix,
     offset_tile,
+    read,
     spread,
     table,
     vector,
@@ -39,10 +40,10 @@ COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
 def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, Array]:
     """Output [B, T, H, D] in the inputs' type and base-2 log-sum-exp [B, H, padded T] float32 (−inf: nothing seen).
 
-    arrays: q, k, v; with a prior `table` [copies, H, L] (divided by the scale); with sharpness `factor` (sharpness · scale
-    · log2 e), `negative` int32 [1] (is any of it below 0) and, if it leaves the prior alone, `gain` (1 / sharpness) [B, H, padded T]; with gates `q_gate_hi`,
-    `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H, padded S]; with segments
-    `q_segments`, `kv_segments` [B, padded length].
+    arrays: q, k, v; with a prior `table` [copies, H, L], divided by the scale; with sharpness `factor` [B, H, padded T]
+    (sharpness · scale · log2 e), `negative` int32 [1] (is any of it below 0) and, if it leaves the prior alone, `gain`
+    (1 / sharpness), shaped alike; with gates `q_gate_hi`, `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H,
+    padded S]; with segments `q_segments`, `kv_segments` [B, padded length].
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
@@ -104,7 +105,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             for n in row_names:
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
             plgpu.barrier_wait(bar["q"].at[wg])
-            row = {n: plgpu.load(buf[n].at[wg], layout=ROW) for n in row_names}
+            row = {n: read(buf[n].at[wg], ROW) for n in row_names}
             gain = (row["gain"], 0) if "gain" in row else None
             hidden: Any = -jnp.inf
             if spec.sharpness:
@@ -113,11 +114,11 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 hidden = spread(jnp.where(factor < 0, jnp.float32(jnp.inf), jnp.float32(-jnp.inf)), shape)
             else:
                 factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
-            q_operand = plgpu.load(q_smem, layout=plgpu.Layout.WGMMA) if tiles.registers else q_smem
+            q_operand = read(q_smem, plgpu.Layout.WGMMA) if tiles.registers else q_smem
             row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
 
             def column(name: str, slot: Array) -> Array:
-                return plgpu.load(buf[name].at[slot], layout=COLUMN)
+                return read(buf[name].at[slot], COLUMN)
 
             def offsets(slot: Array) -> Array:
                 column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None

@@ -19,8 +19,8 @@ from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles
 
 Array = jax.Array
 Leaves = dict[str, Any]
-# Sharpened log-priors are kept within ±LARGEST: the kernels form s · factor − maximum with one rounding at the end, which
-# is exact enough only while the product is far below 2^24. exp(−LARGEST) is 0 many times over.
+# Sharpened log-priors are kept within ±LARGEST: the kernels form s · factor − maximum with one rounding at the end,
+# which is exact enough only while the product is far below 2^24. exp(−LARGEST) is 0 many times over.
 LARGEST = 16384.0
 
 
@@ -139,8 +139,8 @@ def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
 def fused(options: Options, x: Leaves) -> tuple[Array, Array]:
     """(o, natural log-sum-exp [B, T, H]).
 
-    x: q, k, v with head_dim a multiple of 64 and lengths padded to multiples of 8; params, sharpness, gates (four sums),
-    q_segments, kv_segments as in `call.Call`, unpadded, None where absent.
+    x: q, k, v with head_dim a multiple of 64 and lengths padded to multiples of 8; params, sharpness, gates (four
+    sums), q_segments, kv_segments as in `call.Call`, unpadded, None where absent.
     """
     return _forward(options, x)[0]
 
@@ -177,8 +177,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     table = _table(options, spec, x)
     queries = _query_sums(options, spec, x, arrays, delta, table, own)
     if spec.gates:
-        # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would add
-        # up in the running sum behind the gates, so the keys get a delta without it.
+        # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would
+        # add up in the running sum behind the gates, so the keys get a delta without it.
         delta = delta + jnp.where(real, queries["rows"] - _lines(dlse, spec.padded_queries), 0)
     keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
     grads: Leaves = dict.fromkeys(x)

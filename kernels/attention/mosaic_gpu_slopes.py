@@ -1,8 +1,8 @@
 """Which parameters of a prior have the prior itself as their derivative, read off its jaxpr.
 
-The scale of a GGD is such a one: d/dα of −exp(α + β ln x) is the same expression. The gradient of such a parameter needs no
-table and no pass of its own, because the sharpness needs the sum of d(logits) times the prior anyway. The test is
-structural: both expressions must be the same after 1 · x = x and −x · y = −(x · y), so it holds for every value.
+The scale of a GGD is such a one: d/dα of −exp(α + β ln x) is the same expression. The gradient of such a parameter
+needs no table and no pass of its own, because the sharpness needs the sum of d(logits) times the prior anyway. The test
+is structural: both expressions must be the same after 1 · x = x and −x · y = −(x · y), so it holds for every value.
 """
 
 from typing import Any

@@ -192,6 +192,12 @@ def table(tiles: Tiles) -> Any:
     return plgpu.SMEM((tiles.stages, table_buffer(tiles.slice, tiles.pairs)), jnp.float32)
 
 
+def read(ref: Any, layout: Any) -> Array:
+    """The contents of a shared buffer as an array in a register layout."""
+    load: Any = plgpu.load  # its signature differs between versions of JAX
+    return load(ref, layout=layout)
+
+
 def spread(line: Array, shape: tuple[int, int], axis: int = 0) -> Array:
     """A row statistic (axis 0) or a column statistic (axis 1) as a whole tile."""
     return lax.broadcast_in_dim(line, shape, (axis,))

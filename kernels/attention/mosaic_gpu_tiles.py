@@ -1,8 +1,8 @@
 """Tiles of a Toeplitz matrix held as a slice of its table: the prior inside the Mosaic GPU kernels.
 
-A prior over distance is a table per head, and a score tile needs table[row − column + base]. In the accumulator layout of
-`wgmma` a thread owns two rows 8 apart and pairs of columns 8 apart, so its n/2 scores of a (64, n) tile touch only n/4 + 2
-different distances: that many 4-byte loads from shared memory, conflict-free within a warp, and no special function.
+A prior over distance is a table per head, and a score tile needs table[row − column + base]. In the accumulator layout
+of `wgmma` a thread owns two rows 8 apart and pairs of columns 8 apart, so its n/2 scores of a (64, n) tile touch only
+n/4 + 2 different distances: that many 4-byte loads from shared memory, free of bank conflicts, no special function.
 """
 
 from collections.abc import Callable
