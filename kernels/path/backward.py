@@ -5,8 +5,8 @@ Probabilities are recomputed from lse. In three steps:
   2. For a from left to right, for c < a: dq̂_a, dk̂_c, dv_c and, with κ = k̂_c r_ac, dr_ac = k̂_cᵀ dκ. The gradient of the
      products is collected in the same sweep: with Γ = 0 before the first c,
          dm_c += Γ r_acᵀ,    Γ ← m_cᵀ Γ + dr_ac,
-     so Γ at c is Σ_{c' < c} r_{c,c'}ᵀ dr_{ac'}. One row of the r is enough, as in the forward pass, and the order of the
-     sweep never needs a transition undone.
+     so Γ at c is Σ_{c' < c} r_{c,c'}ᵀ dr_{ac'}. One row of the r is enough, as in the forward pass, and no transition
+     is ever undone.
   3. Each superblock alone: the tile on the diagonal, then dq, dk, dw and dbeta by `jax.vjp` of `transport.span`, whose
      cost is linear in T.
 No sum depends on the order of threads: two runs give the same bits.
@@ -45,11 +45,19 @@ class Saved(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Gradients of the rows' [B, H, S] and the columns' gate sums, and of the rows' sharpness; None where there is none."""
+    """Gradients, [B, H, S], of the rows' and the columns' gate sums and of the rows' sharpness; None where it has none."""
 
     row_hi: Maybe
     col_hi: Maybe
     rho: Maybe
+
+
+class Edges(NamedTuple):
+    """The spans of the superblocks without their scores."""
+
+    q: Array  # [N, B, H, S, D]
+    k: Array  # [N, B, K, S, D]
+    m: Array  # [N, B, K, D, D]
 
 
 class TileGradients(NamedTuple):
@@ -64,11 +72,15 @@ def _plus(x: Any, y: Any) -> Any:
     return jax.tree.map(jnp.add, x, y)
 
 
+def _add_diagonals(plan: Plan, table: Maybe, part: Maybe, steps: Array | int) -> Maybe:
+    return None if table is None or part is None else tiles.add_diagonals(plan, table, part, steps)
+
+
 def _tile_gradients(tile: Tile, row: Rows, kept: Saved, v: Array, precision: Any, prior: bool) -> TileGradients:
     p = jnp.exp(tile.logits - kept.lse)
     dp = tiles.times_keys(kept.do, transpose(v), precision)
-    # A saturated row (p = 1, such as the first of a document) has no gradient through its logits. What rounding leaves of
-    # do·v − Σ do·o there would be blown up by a log-prior of −1e30.
+    # A saturated row (p = 1, such as the first of a document) has no gradient through its logits. What rounding leaves
+    # of do·v − Σ do·o there would be blown up by a log-prior of −1e30.
     ds = p * (jnp.where(p < 1, dp - kept.delta, 0) + kept.dlse)
     dbias, rho = ds, None
     if row.rho is not None and tile.bias is not None:
@@ -97,14 +109,11 @@ class Sweep(NamedTuple):
 
 
 def _empty_sweep(rows: Rows, m: Array, table: Maybe) -> Sweep:
-    like = lambda x: None if x is None else tiles.zeros(rows.k, x.shape)
-    return Sweep(
-        tiles.zeros(rows.k, rows.k.shape), tiles.zeros(rows.v, rows.v.shape), like(m), like(rows.hi), like(table)
-    )
+    return jax.tree.map(lambda x: tiles.zeros(rows.k, x.shape), Sweep(rows.k, rows.v, m, rows.hi, table))
 
 
 def _past_tiles(
-    plan: Plan, precision: Any, rows: Rows, saved: Saved, table: Maybe, edges: Span, first: Maybe
+    plan: Plan, precision: Any, rows: Rows, saved: Saved, table: Maybe, edges: Edges, first: Maybe
 ) -> tuple[Sweep, Array, Bias]:
     """All tiles left of the diagonal -> (sums, dq̂ [N, B, H, S, D], what they add to the bias of their rows)."""
 
@@ -121,7 +130,7 @@ def _past_tiles(
             v=tiles.add_at(sums.v, c, new.v),
             m=tiles.add_at(sums.m, c, matmul(gamma, transpose(r))),
             col_hi=None if new.bias.col_hi is None else tiles.add_at(sums.col_hi, c, new.bias.col_hi),
-            table=None if table is None else tiles.add_diagonals(plan, sums.table, new.diagonals, a - c),
+            table=_add_diagonals(plan, sums.table, new.diagonals, a - c),
         )
         gamma = matmul(transpose(m), gamma) + matmul(transpose(key), dhere)
         return (
@@ -174,12 +183,13 @@ def _one_superblock(plan: Plan, precision: Any, rows: Rows, saved: Saved, table:
     row, kept = jax.tree.map(lambda x: x[0], (rows, saved))
     scores, pull = jax.vjp(lambda *x: tiles.row_scores(row.carrying(x), plan.block), *row.carried)
     grads = _own_gradients(plan, precision, table, row, kept, pull, scores)
-    full = None if table is None else tiles.add_diagonals(plan, tiles.zeros(rows.k, table.shape), grads.table, 0)
+    empty = None if table is None else tiles.zeros(rows.k, table.shape)
+    full = _add_diagonals(plan, empty, grads.table, 0)
     return jax.tree.map(lambda x: x[None], grads._replace(table=None))._replace(table=full)
 
 
 def _many_superblocks(plan: Plan, precision: Any, rows: Rows, saved: Saved, table: Maybe) -> Gradients:
-    edges = Span(rows.q, *lax.map(lambda row: tiles.row_span(row, plan.block)[1:], rows))
+    edges = lax.map(lambda row: Edges(*tiles.row_span(row, plan.block)[1:]), rows)
     sums, dq, past = _past_tiles(plan, precision, rows, saved, table, edges, first_visible(rows))
 
     def own(dtable: Maybe, x: Any) -> tuple[Maybe, Gradients]:
@@ -188,7 +198,7 @@ def _many_superblocks(plan: Plan, precision: Any, rows: Rows, saved: Saved, tabl
         grads = _own_gradients(
             plan, precision, table, row, kept, lambda dscores: pull(Span(dscores, dq, dk, dm)), here.scores
         )
-        dtable = None if dtable is None else tiles.add_diagonals(plan, dtable, grads.table, 0)
+        dtable = _add_diagonals(plan, dtable, grads.table, 0)
         return dtable, grads._replace(table=None)
 
     dtable, grads = lax.scan(own, sums.table, (rows, saved, dq, sums.keys, sums.m))
@@ -215,8 +225,9 @@ def _to_call(plan: Plan, call: PathCall, grads: Gradients) -> PathCall:
         return out.q, out.k, out.v, out.w, out.beta, out.hi, out.rho
 
     (back,) = jax.vjp(to_rows, floats)[1](tuple(grads[:-1]))
-    hi: Any = back.pop("hi")
-    return replace(call, gates=None if hi is None else (hi, None), segments=None, **back)
+    hi = back.pop("hi")
+    gates: Any = None if hi is None else (hi, None)
+    return replace(call, gates=gates, segments=None, **back)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -153,8 +153,8 @@ def path_extend(
         "scale": factor,
     }
     gate_factor = factor if check_flag("scale_gates", scale_gates) else 1.0
-    w, beta, gates, q, k, v = (blank(segment_ids, x) for x in (w, beta, log_gates, q, k, v))
-    sharpness = blank(segment_ids, sharpness, 1)
+    w, beta, q, k, v = (blank(segment_ids, x) for x in (w, beta, q, k, v))
+    gates, sharpness = blank(segment_ids, log_gates), blank(segment_ids, sharpness, 1)
     wide_q = q.astype(w.dtype)
     sums = None
     if gates is not None and past_log_gates is not None:

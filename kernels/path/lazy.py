@@ -1,16 +1,16 @@
 """One-token PaTH decode that rewrites the cache every few tokens instead of at each one.
 
 The keys of all tokens up to the last fold stay where that fold left them. The transitions since then are kept as one
-product m = H_first … H_newest per key head (D × D, one rank-1 update per token); a query meets the old keys as q mᵀ. The
-keys of the tokens since the fold live in a small window that is moved eagerly. When the window is full, it and m are
-folded into the cache: k ← k m, and m starts again from the identity. Exactly the definition, at 1/F of the cache writes,
-and each cached key is rounded once in F tokens.
+product m = H_first … H_newest per key head (D × D, one rank-1 update per token); a query meets the old keys as q mᵀ.
+The keys of the tokens since the fold live in a small window that is moved eagerly. When the window is full, it and m
+are folded into the cache: k ← k m, and m starts again from the identity. Exactly the definition, at 1/F of the cache
+writes, and each cached key is rounded once in F tokens.
 
     state = lazy_state(k_end, v, positions=…, segment_ids=…, log_gates=…, capacity=…, window=32)
     out, state = lazy_step(state, q, k, v, w, beta, positions=…, segment_ids=…, log_gates=…)      # T = 1, repeated
 
-Steps may run inside `lax.scan`; donate the state. The fold is a `lax.cond` whose other branch returns the cache as it is,
-which XLA does without a copy.
+Steps may run inside `lax.scan`; donate the state. The fold is a `lax.cond` whose other branch returns the cache as it
+is, which XLA does without a copy.
 """
 
 from dataclasses import dataclass, replace
@@ -32,8 +32,11 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """Cached tokens. k [B, S, Hkv, D] float32, v [B, S, Hkv, Dv], positions, segment_ids [B, S] int32 (negative: padding
-    or empty), gates [B, S, H]: the sum of the log gates after each token, or None."""
+    """Cached tokens.
+
+    k [B, S, Hkv, D] float32, v [B, S, Hkv, Dv], positions, segment_ids [B, S] int32 (negative: padding or empty),
+    gates [B, S, H]: the sum of the log gates after each token, or None.
+    """
 
     k: Array
     v: Array
@@ -49,7 +52,7 @@ class LazyState:
 
     old: tokens up to the last fold, keys and gate sums as of then; `used` (int32 scalar) of its slots are taken.
     window: the tokens since, up to date; `fill` (int32 scalar) of its F slots are taken.
-    m [B, Hkv, D, D]: product of the transitions since the fold. gates [B, 1, H]: the sum of the log gates since, or None.
+    m [B, Hkv, D, D]: product of the transitions since the fold. gates [B, 1, H]: sum of the log gates since, or None.
     """
 
     old: Slots
@@ -72,10 +75,10 @@ def lazy_state(
 ) -> LazyState:
     """The state after a prefix of T tokens.
 
-    k: [B, T, Hkv, D] float32, keys carried to the prefix's right edge (`carry_keys` or `path_extend`). v: [B, T, Hkv, Dv].
-    positions, segment_ids: [B, T] int, a negative id is padding. log_gates: [B, T, H] float32, needs one head per query
-    head, or None. capacity: slots of the cache, at least T and a window for every `window` tokens to come (default: T and
-    one window). window: tokens between two folds.
+    k: [B, T, Hkv, D] float32, keys carried to the prefix's right edge (by `carry_keys` or `path_extend`).
+    v: [B, T, Hkv, Dv]. positions, segment_ids: [B, T] int; a negative id is padding. log_gates: [B, T, H] float32 or
+    None. capacity: slots of the cache for the prefix, what is to be generated and one window (default: the prefix and a
+    window). window: tokens between two folds.
 
     Raises ValueError or TypeError that names the argument, its value and what would be right.
     """
@@ -180,11 +183,14 @@ def lazy_step(
     check_past(state.old.k, state.old.v, state.old.positions, state.old.segment_ids, state.old.gates, k, v, heads)
     check_tokens(positions, segment_ids, log_gates, sharpness, batch, length, heads)
     if (log_gates is None) != (state.gates is None):
-        raise ValueError(f"log_gates={log_gates if log_gates is None else 'given'}, but the state was built otherwise")
+        raise ValueError(
+            f"log_gates is {'None' if log_gates is None else 'given'}, but not so when the state was built"
+        )
     check_prior(prior, heads)
     factor = check_scale(scale, dim)
     gate_factor = factor if check_flag("scale_gates", scale_gates) else 1.0
-    w, beta, gates, q, k, v = (blank(segment_ids, x) for x in (w, beta, log_gates, q, k, v))
+    w, beta, q, k, v = (blank(segment_ids, x) for x in (w, beta, q, k, v))
+    gates, sharpness = blank(segment_ids, log_gates), blank(segment_ids, sharpness, 1)
     state = lax.cond(state.fill == state.window.k.shape[1], lazy_fold, lambda s: s, state)
     state = _append(state, k, v, w, beta, gates, positions, segment_ids)
     wide_q = q.astype(w.dtype)
@@ -209,7 +215,7 @@ def lazy_step(
             positions=positions,
             kv_positions=slots.positions,
             prior=prior,
-            sharpness=blank(segment_ids, sharpness, 1),
+            sharpness=sharpness,
             sharpen_prior=sharpen_prior,
             scale=factor,
             implementation=implementation,

@@ -1,4 +1,4 @@
-"""PaTH attention straight from its definition: one transition at a time, T × T in memory. The oracle, not for training."""
+"""PaTH attention from its definition, one transition at a time, T × T in memory: the oracle, not for training."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A PaTH call laid out for loops over superblocks: [batch, length, heads, …] becomes [superblock, batch, head, token, …].
+"""A PaTH call laid out for loops over superblocks: [batch, length, head, …] as [superblock, batch, head, token, …].
 
 Shape names: N superblocks, B batch, H query heads, K key heads, S tokens of a superblock.
 """

@@ -118,9 +118,8 @@ def next_products(r: Array, m: Array, a: Array) -> Array:
     return lax.dynamic_update_index_in_dim(matmul(r, m[None]), eye, a, 0)
 
 
-def _grouped(carried: tuple[Array, ...]) -> tuple[Array, ...]:
-    q, k, w, beta = carried
-    return q.reshape(*k.shape[:2], -1, *q.shape[2:]), k, w, beta
+def _grouped(row: Rows) -> Array:
+    return row.q.reshape(*row.k.shape[:2], -1, *row.q.shape[2:])
 
 
 def _ungrouped(x: Array) -> Array:
@@ -129,13 +128,13 @@ def _ungrouped(x: Array) -> Array:
 
 def row_span(row: Rows, block: int) -> Span:
     """The span of a superblock, with scores and q as [B, H, S, ·]."""
-    out = span(*_grouped(row.carried), block)
+    out = span(_grouped(row), row.k, row.w, row.beta, block)
     return out._replace(scores=_ungrouped(out.scores), q=_ungrouped(out.q))
 
 
 def row_scores(row: Rows, block: int) -> Array:
     """Only the scores of a superblock's span, [B, H, S, S]."""
-    return _ungrouped(span_scores(*_grouped(row.carried), block))
+    return _ungrouped(span_scores(_grouped(row), row.k, row.w, row.beta, block))
 
 
 # ---- Logits ----

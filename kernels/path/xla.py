@@ -5,9 +5,9 @@ edge, the keys k̂ at its right edge and its product m. Scores between superbloc
 
     q̂_a (k̂_c r_ac)ᵀ,     r_ac = m_{c+1} m_{c+2} … m_{a−1},
 
-one D × D product per S keys and key head, and what is left is flash attention: an online softmax (Milakov & Gimelshein,
-arXiv 1805.02867) over the superblocks left of a. The r_a· of all c follow from those of a − 1 by one factor each, which is
-half the work of a new scan of the m for every a; only one row of them is kept.
+one D × D product per S keys and key head, and what is left is flash attention: an online softmax (Milakov &
+Gimelshein, arXiv 1805.02867) over the superblocks left of a. The r_a· of all c follow from those of a − 1 by one
+factor each, which is half the work of a new scan of the m for every a; only one row of them is kept.
 
 Memory besides inputs and outputs, in units of T D float32: H + 4 K for the rows laid out and k̂ (H query heads, K key
 heads), N D² per key head for r, and a few tiles of S² per head. The prior is a table of T values per head.
