@@ -73,7 +73,7 @@ EXTRA = (
     Case("wide-heads", 4, 2048, 4, 4, 256),
     Case("wide-heads-f32", 4, 2048, 4, 4, 256, "bam+fox+segments", "float32"),
     Case("multi-query", 4, 8192, 16, 2, 64, "bam+ssmax+fox"),
-    Case("long", 2, 131072, 4, 4, 64),
+    Case("long", 2, 131072, 2, 2, 64),
 )
 
 
