@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-slow lint types format clean
+.PHONY: help demo test test-slow test-tpu lint types format clean
 
 help:
 	@echo "make demo       train and compare positional schemes on real text (about 8 minutes on 2 cores)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the longer tests too"
+	@echo "make VENV=build/venv-tpu test-tpu   compile the TPU kernels ahead of time"
 	@echo "make lint types format"
 
 $(VENV)/.run: requirements.txt
@@ -30,6 +31,11 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu and not aot" -n 2
+
+# libtpu compiles for TPU topologies on an ordinary machine; it needs an environment of its own and one process.
+test-tpu: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt
+	$(BIN)/python -m pytest tests -m aot
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
