@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels.attention import masks
 from kernels.attention.checks import check_array, check_flag, check_scale, check_window
-from kernels.attention.gates import running_sums
+from kernels.attention.gates import running_sums, starts_of
 
 Array = jax.Array
 LogPrior = Callable[[Any, Array], Array]
@@ -147,7 +148,7 @@ def _segments(segment_ids: Any, batch: int, length: int, kv_length: int) -> tupl
     name = "segment_ids" if segment_ids[0] is segment_ids[1] else "segment_ids[0]"
     check_array(name, segment_ids[0], {"B": batch, "T": length}, "integer")
     check_array("segment_ids[1]", segment_ids[1], {"B": batch, "S": kv_length}, "integer")
-    return segment_ids[0], segment_ids[1]
+    return jnp.asarray(segment_ids[0], jnp.int32), jnp.asarray(segment_ids[1], jnp.int32)
 
 
 def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | None:
@@ -165,9 +166,13 @@ def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | No
         check_array("log_gates[1]", c_k, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
         return c_q, jnp.zeros_like(c_q), c_k, jnp.zeros_like(c_k)
     check_array("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
+    starts = jnp.broadcast_to(jnp.arange(call.k.shape[1])[None] == 0, call.k.shape[:2])
     if call.kv_segments is not None:
         log_gates = jnp.where((call.kv_segments >= 0)[:, :, None], log_gates, 0)
-    high, low = running_sums(log_gates)
+        starts = starts_of(call.kv_segments)
+    # No pair of tokens has the first gate of a document between them: its gradient is 0, without a rounding error.
+    log_gates = jnp.where(starts[:, :, None], lax.stop_gradient(log_gates), log_gates)
+    high, low = running_sums(log_gates, starts)
     if length == call.k.shape[1]:
         return high, low, high, low
     segments = None

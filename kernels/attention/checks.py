@@ -20,13 +20,13 @@ def check_array(name: str, value: Any, want: dict[str, int | None], kind: Kind =
     allowed = {
         "activation": ("bfloat16", "float16", "float32", "float64"),
         "float32": ("float32", "float64"),
-        "integer": ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
+        "integer": ("int8", "int16", "int32", "int64", "uint8", "uint16"),
     }[kind]
     if jnp.dtype(value.dtype).name not in allowed:
         words = {
             "activation": "bfloat16, float16, float32 or float64",
             "float32": "float32",
-            "integer": "an integer type",
+            "integer": "int32",
         }
         raise TypeError(f"{name} has dtype {value.dtype}, must be {words[kind]}")
     fits = [size is None or got == size for got, size in zip(value.shape, want.values(), strict=False)]

@@ -27,32 +27,57 @@ def _add(x: Pair, y: Pair) -> Pair:
     return total, error - (total - high)
 
 
-def _running(x_BSH: Array) -> Pair:
-    """Inclusive running sum over axis 1 by doubling strides: log2(S) elementwise passes, one traced body."""
+def _running(x_BSH: Array, starts_BS: Array) -> Pair:
+    """Inclusive sums over axis 1 that restart where `starts`: log2(S) elementwise passes over doubling strides."""
     length = x_BSH.shape[1]
     index = jnp.arange(length)[None, :, None]
 
-    def body(i: Array, sums: Pair) -> Pair:
+    def body(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        high, low, started = state
         stride = 1 << i
-        shift = lambda s: jnp.where(index >= stride, jnp.roll(s, stride, axis=1), 0)
-        return _add(sums, (shift(sums[0]), shift(sums[1])))
+        before = lambda x: jnp.roll(x, stride, axis=1)
+        add = (index >= stride) & ~started
+        high, low = _add((high, low), (jnp.where(add, before(high), 0), jnp.where(add, before(low), 0)))
+        return high, low, started | (before(started) & (index >= stride))
 
-    return lax.fori_loop(0, (length - 1).bit_length(), body, (x_BSH, jnp.zeros_like(x_BSH)))
+    started = starts_BS[:, :, None] | jnp.zeros_like(x_BSH[:, :, :1], bool)
+    high, low, _ = lax.fori_loop(0, (length - 1).bit_length(), body, (x_BSH, jnp.zeros_like(x_BSH), started))
+    return high, low
+
+
+def starts_of(segments_BS: Array) -> Array:
+    """True [B, S] at the first key and where no document reaches across from the key before (for ids that grow).
+
+    Sums may restart there, so that a document's sums and gradients do not depend on its neighbours by even a rounding
+    error. With ids in another order there are fewer such places, and differences of sums are the same.
+    """
+    real = segments_BS >= 0
+    before = lax.cummax(jnp.where(real, segments_BS, -1), axis=1)
+    after = lax.cummin(jnp.where(real, segments_BS, jnp.iinfo(jnp.int32).max), axis=1, reverse=True)
+    return jnp.pad(before[:, :-1] < after[:, 1:], ((0, 0), (1, 0)), constant_values=True)
 
 
 @jax.custom_vjp
-def running_sums(x_BSH: Array) -> Pair:
-    """Inclusive sums over axis 1 as (hi, lo). Gradients flow through hi; lo is its rounding error, a constant."""
-    return _running(x_BSH)
+def _sums(x_BSH: Array, starts_BS: Array) -> Pair:
+    return _running(x_BSH, starts_BS)
 
 
-def _fwd(x_BSH: Array) -> tuple[Pair, None]:
-    return _running(x_BSH), None
+def _fwd(x_BSH: Array, starts_BS: Array) -> tuple[Pair, Array]:
+    return _running(x_BSH, starts_BS), starts_BS
 
 
-def _bwd(_: None, cotangents: Pair) -> tuple[Array]:
-    high, low = _running(jnp.flip(cotangents[0], 1))
-    return (jnp.flip(high + low, 1),)
+def _bwd(starts_BS: Array, cotangents: Pair) -> tuple[Array, None]:
+    ends = jnp.roll(starts_BS, -1, axis=1)
+    high, low = _running(jnp.flip(cotangents[0], 1), jnp.flip(ends, 1))
+    return jnp.flip(high + low, 1), None
 
 
-running_sums.defvjp(_fwd, _bwd)
+_sums.defvjp(_fwd, _bwd)
+
+
+def running_sums(x_BSH: Array, starts_BS: Array | None = None) -> Pair:
+    """Inclusive sums over axis 1 as (hi, lo), restarting where `starts_BS` is True.
+
+    Gradients flow through hi; lo is its rounding error, a constant.
+    """
+    return _sums(x_BSH, jnp.zeros(x_BSH.shape[:2], bool) if starts_BS is None else starts_BS)

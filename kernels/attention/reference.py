@@ -44,11 +44,11 @@ def logits(call: Call) -> tuple[Array, Array]:
         bias = bias + log_prior(call, seen)
     if call.gates is not None:
         q_hi, q_lo, k_hi, k_lo = (jnp.swapaxes(g, 1, 2) for g in call.gates)
-        hi = jnp.where(seen[:, None], q_hi[:, :, :, None] - k_hi[:, :, None, :], 0)
-        bias = bias + hi + jnp.where(seen[:, None], q_lo[:, :, :, None] - k_lo[:, :, None, :], 0)
+        gate = (q_hi[:, :, :, None] - k_hi[:, :, None, :]) + (q_lo[:, :, :, None] - k_lo[:, :, None, :])
+        bias = bias + jnp.where(seen[:, None], gate, 0)
     if call.sharpness is None:
         return content + bias, seen
-    r = jnp.swapaxes(call.sharpness, 1, 2)[:, :, :, None]
+    r = jnp.where(seen.any(2)[:, None, :, None], jnp.swapaxes(call.sharpness, 1, 2)[:, :, :, None], 0)
     return (r * (content + bias) if call.sharpen_prior else r * content + bias), seen
 
 

@@ -75,16 +75,6 @@ def heads_first(x: Array) -> Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def batch_sum(x: Array) -> Array:
-    """Sum over the leading axis, kept, by halving: elementwise adds, much faster on CPU than a reduction over it."""
-    odd = []
-    while x.shape[0] > 1:
-        half = x.shape[0] // 2
-        odd += [x[2 * half :]] if x.shape[0] % 2 else []
-        x = x[:half] + x[half : 2 * half]
-    return sum(odd, start=x)
-
-
 def loop(bounds: tuple[Array | int, Array | int], most: int, body: Callable[..., Any], init: Any) -> Any:
     """fori_loop over the bounds; no loop where there is one block at most."""
     return body(0, init) if most == 1 else lax.fori_loop(*bounds, body, init)
@@ -191,62 +181,80 @@ def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Arr
 # ---- The prior ----
 
 
-def _per_head(call: Call, params: Any, d: Array) -> Array:
-    """log_prior of every head at the distances d -> [H, *d.shape]."""
-    assert call.prior is not None
-    log_prior = call.prior.log_prior
-    if d.ndim == 1:  # a loop over heads makes XLA store the table, where it would recompute entries in the gather
-        values = lax.map(lambda head: log_prior(head, d), params)
-    else:
-        values = jax.vmap(log_prior, in_axes=(0, None))(params, d)
-    return values.astype(jnp.promote_types(call.q.dtype, jnp.float32))
+def _wide(call: Call, x: Array) -> Array:
+    return x.astype(jnp.promote_types(call.q.dtype, jnp.float32))
 
 
 def prior_table(call: Call, params: Any) -> Array:
     """The prior of every diagonal, [H, T + S - 1], the bottom left corner first; for default positions."""
+    assert call.prior is not None
+    log_prior = call.prior.log_prior
     length, kv_length = call.q.shape[1], call.k.shape[1]
     d = jnp.arange(1 - kv_length, length, dtype=jnp.int32)
     seen = visible(-d, jnp.zeros_like(d), None, None, causal=call.causal, window=call.window)
-    return _per_head(call, params, jnp.where(seen, d, -1))
+    d = jnp.where(seen, d, -1)
+    # A loop over heads makes XLA store the table; fused into the gather below, it would evaluate each entry R times.
+    return _wide(call, lax.map(lambda head: log_prior(head, d), params))
+
+
+def corner(call: Call, row: Block, col: Block) -> Array | int:
+    """Index in a table of the top left entry of a tile."""
+    return col.start - row.start + call.q.shape[1] - 1
 
 
 def lay_diagonals(call: Call, table: Array, row: Block, col: Block, grid: Grid) -> Array:
     """The slice of a table [H, T + S - 1] that belongs to a tile, along its diagonals: [1, H, R, C]."""
-    corner = col.start - row.start + call.q.shape[1] - 1
-    line = lambda r: lax.dynamic_slice_in_dim(table, corner - r, grid.cols, axis=1)
+    first = corner(call, row, col)
+    line = lambda r: lax.dynamic_slice_in_dim(table, first - r, grid.cols, axis=1)
     return jax.vmap(line, out_axes=1)(jnp.arange(grid.rows, dtype=jnp.int32))[None]
 
 
-def _diagonals_by_rows(tile: Array) -> Array:
-    """Sums along the diagonals of [H, R, C] -> [H, R + C - 1], bottom left first: one shifted add per row, in order."""
-    heads, rows, cols = tile.shape
+def _diagonals_by_rows(tile: Array, factor: Array) -> Array:
+    """Sums along the diagonals of [B, H, R, C], rows times factor [B, H, R] -> [B, H, R + C - 1]: one add per row."""
+    batch, heads, rows, cols = tile.shape
 
     def body(r: Array, sums: Array) -> Array:
-        line = lax.dynamic_index_in_dim(tile, r, axis=1, keepdims=False)
-        return accumulate(sums, line, rows - 1 - r)
+        line = lax.dynamic_slice_in_dim(tile, r, 1, axis=2) * lax.dynamic_slice_in_dim(factor, r, 1, axis=2)[..., None]
+        start = (0, 0, rows - 1 - r)
+        part = lax.dynamic_slice(sums, start, (batch, heads, cols)) + line[:, :, 0]
+        return lax.dynamic_update_slice(sums, part, start)
 
-    return lax.fori_loop(0, rows, body, lax.full_like(tile, 0, shape=(heads, rows + cols - 1)))
+    return lax.fori_loop(0, rows, body, lax.full_like(tile, 0, shape=(batch, heads, rows + cols - 1)))
 
 
-def _diagonals_by_cutting(tile: Array) -> Array:
+def _diagonals_by_cutting(tile: Array, factor: Array) -> Array:
     """The same without a loop: pad each row by R - 1, cut the flat array into rows one longer, and add those up."""
-    heads, rows, cols = tile.shape
+    batch, heads, rows, cols = tile.shape
     width = rows + cols
-    flat = jnp.pad(tile, ((0, 0), (0, 0), (0, rows - 1))).reshape(heads, rows * (width - 1))
-    return jnp.pad(flat, ((0, 0), (rows - 1, 1))).reshape(heads, rows, width).sum(1)[:, : width - 1]
+    flat = jnp.pad(tile, ((0, 0), (0, 0), (0, 0), (0, rows - 1))).reshape(batch, heads, rows * (width - 1))
+    lines = jnp.pad(flat, ((0, 0), (0, 0), (rows - 1, 1))).reshape(batch, heads, rows, width)
+    return jnp.einsum("bhrw,bhr->bhw", lines, factor)[..., : width - 1]
 
 
-def add_diagonals(call: Call, table: Array, tile: Array, row: Block, col: Block, grid: Grid) -> Array:
-    """The transpose of `lay_diagonals`, without a scatter: add the sums along the diagonals of a tile to a table."""
+def sum_diagonals(tile: Array, factor: Array) -> Array:
+    """The transpose of `lay_diagonals` for a tile [B, H, R, C] with rows times a factor [B, H, R] -> [B, R + C - 1, H].
+
+    Each batch row keeps its own sums, so that rows on different devices do not meet inside the loops.
+    """
     # A loop of tiny steps is 20 times faster on CPU, and hopeless where each step is a kernel launch.
-    sums = lax.platform_dependent(batch_sum(tile)[0], cpu=_diagonals_by_rows, default=_diagonals_by_cutting)
-    return accumulate(table, sums, col.start - row.start + call.q.shape[1] - grid.rows)
+    sums = lax.platform_dependent(tile, factor, cpu=_diagonals_by_rows, default=_diagonals_by_cutting)
+    return jnp.swapaxes(sums, 1, 2)
 
 
 def dense_prior(call: Call, row: Block, col: Block, seen: Array | None) -> Callable[[Any], Array]:
-    """The prior of a tile with explicit positions as a function of its parameters, [1 or B, H, R, C]."""
+    """The prior of a tile with explicit positions as a function of its parameters -> [n, H, R, C].
+
+    n: 1 or B, as the positions; the parameters have that leading axis too (copies), for the reason above.
+    """
+    assert call.prior is not None
     assert row.positions is not None
     assert col.positions is not None
     d = col.positions[:, None, :] - row.positions[:, :, None]
     d = d if seen is None else jnp.where(seen, d, -1)
-    return lambda params: jnp.swapaxes(_per_head(call, params, d), 0, 1)
+    heads = jax.vmap(call.prior.log_prior, in_axes=(0, None))
+    return lambda params: _wide(call, jax.vmap(heads)(params, d))
+
+
+def copies(params: Any, n: int) -> Any:
+    """Every leaf n times along a new leading axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (n, *x.shape)), params)

@@ -133,10 +133,10 @@ def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | in
     biases, pullback = [], None
     if table is not None:
         biases += [tiles.lay_diagonals(call, table, row.block, col, grid)]
-    elif call.prior is not None:
-        values, vjp = jax.vjp(tiles.dense_prior(call, row.block, col, seen), call.prior.params)
+    elif call.prior is not None and row.block.positions is not None:
+        prior = tiles.dense_prior(call, row.block, col, seen)
+        values, pullback = jax.vjp(prior, tiles.copies(call.prior.params, len(row.block.positions)))
         biases += [values]
-        pullback = lambda grad: vjp(tiles.batch_sum(grad) if values.shape[0] == 1 else grad)[0]
     if gates is not None and row.block.gates is not None:
         (q_hi, q_lo), (k_hi, k_lo) = row.block.gates, gates
         biases += [(q_hi[..., None] - k_hi[:, :, None]) + (q_lo[..., None] - k_lo[:, :, None])]
@@ -201,8 +201,8 @@ def _forward(grid: Grid, call: Call) -> tuple[Array, Array]:
 
 
 def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
-    """What one tile adds to the gradients of q, sharpness, q_gates, k_gates [B, H, n, ...], of k, v [B, C, K, D], and
-    of the prior's values ("bias") or parameters ("prior").
+    """What one tile adds to the gradients: of q, sharpness, q_gates [B, H, R, ...], of k_gates, k, v [B, C, H or K, ...],
+    of the prior's table [B, R + C - 1, H] or of its parameters per batch row.
 
     Sums of products are einsums: jaxlib 0.10 reduces a product over an array with an axis of length 1 about 30 times
     slower than its other reductions on CPU.
@@ -226,15 +226,16 @@ def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
     r = r if call.sharpen_prior else jnp.ones_like(r)
     if call.gates is not None:
         grads["q_gates"] = jnp.einsum("bhrc,c->bhr", ds, jnp.ones_like(ds[0, 0, 0])) * r[..., 0]
-        grads["k_gates"] = -jnp.einsum("bhrc,bhr->bhc", ds, r[..., 0])
-    if call.prior is not None:
-        grads["bias"] = r * ds if row.sharpness is not None and call.sharpen_prior else ds
+        grads["k_gates"] = -jnp.einsum("bhrc,bhr->bch", ds, r[..., 0])
     if s.prior_vjp is not None:
-        grads["prior"] = s.prior_vjp(grads["bias"])
+        (grads["prior"],) = s.prior_vjp(r * ds)
+    elif call.prior is not None:
+        grads["table"] = tiles.sum_diagonals(ds, r[..., 0])
     return grads
 
 
-ROWS = ("q", "sharpness", "q_gates")  # gradients that live on a block of queries; the others add up over all tiles
+ROWS = ("q", "sharpness", "q_gates")  # gradients of a block of queries
+COLS = ("k", "v", "k_gates")  # of a block of keys
 
 
 def _zero_gradients(call: Call, table: Array | None) -> dict[str, Any]:
@@ -244,9 +245,10 @@ def _zero_gradients(call: Call, table: Array | None) -> dict[str, Any]:
     if call.gates is not None:
         zeros |= {"q_gates": _zeros(call, call.gates[0].shape), "k_gates": _zeros(call, call.gates[2].shape)}
     if table is not None:
-        zeros["table"] = _zeros(call, table.shape)
+        zeros["table"] = _zeros(call, (call.q.shape[0], *table.shape[::-1]))
     elif call.prior is not None:
-        zeros["prior"] = jax.tree.map(lambda x: _zeros(call, x.shape, x.dtype), call.prior.params)
+        copies = tiles.copies(call.prior.params, call.q.shape[0])
+        zeros["prior"] = jax.tree.map(lambda x: _zeros(call, x.shape, x.dtype), copies)
     return zeros
 
 
@@ -254,7 +256,12 @@ def _zero_gradients(call: Call, table: Array | None) -> dict[str, Any]:
 def _backward(grid: Grid, call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
     alive = lse > -jnp.inf
     clean = lambda x: jnp.where(alive if x.ndim == 3 else alive[..., None], x, 0)  # rows without a key: no 0 · NaN
-    call = replace(call, q=clean(call.q))
+    call = replace(call, q=clean(call.q), sharpness=None if call.sharpness is None else clean(call.sharpness))
+    if call.gates is not None:
+        call = replace(call, gates=(clean(call.gates[0]), clean(call.gates[1]), *call.gates[2:]))
+    if call.q_positions is not None:  # tiles give gradients of the prior per batch row
+        q_pos, k_pos = (jnp.broadcast_to(x, (len(call.q), x.shape[1])) for x in call.positions())
+        call = replace(call, q_positions=q_pos, kv_positions=k_pos)
     do, wide = clean(do), _accumulator(call)
     delta = jnp.einsum("bthd,bthd->bth", do.astype(wide), o.astype(wide))
     saved = Saved(do, *(x[..., None] for x in (delta, clean(lse), clean(dlse))))
@@ -265,11 +272,10 @@ def _backward(grid: Grid, call: Call, o: Array, lse: Array, do: Array, dlse: Arr
         col, s = _scores(call, grid, table, row, j)
         new = _tile_gradients(call, row, s)
         out = {name: grads[name] + new[name] for name in ROWS if name in grads}
-        out |= {name: tiles.accumulate(grads[name], new[name], col.start) for name in ("k", "v")}
-        if "k_gates" in grads:
-            out["k_gates"] = tiles.accumulate(grads["k_gates"], tiles.heads_first(new["k_gates"]), col.start)
-        if "table" in grads:
-            out["table"] = tiles.add_diagonals(call, grads["table"], new["bias"], row.block, col, grid)
+        out |= {name: tiles.accumulate(grads[name], new[name], col.start) for name in COLS if name in grads}
+        if table is not None:
+            first = tiles.corner(call, row.block, col) - grid.rows + 1
+            out["table"] = tiles.accumulate(grads["table"], new["table"], first)
         if "prior" in grads:
             out["prior"] = jax.tree.map(jnp.add, grads["prior"], new["prior"])
         return out
@@ -284,7 +290,10 @@ def _backward(grid: Grid, call: Call, o: Array, lse: Array, do: Array, dlse: Arr
 
     grads = tiles.loop((0, grid.row_blocks), grid.row_blocks, one_row, _zero_gradients(call, table))
     if table is not None:
-        grads["prior"] = table_vjp(grads["table"])[0].params
+        total = jnp.einsum("bwh,b->hw", grads["table"], jnp.ones_like(lse[:, 0, 0]))
+        grads["prior"] = table_vjp(total)[0].params
+    elif call.prior is not None:
+        grads["prior"] = jax.tree.map(lambda x: x.sum(0), grads["prior"])
     return _as_call(call, grads)
 
 

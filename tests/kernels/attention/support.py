@@ -82,7 +82,7 @@ class Case:
 
 
 def segment_ids(rng: np.random.Generator, kind: str, batch: int, length: int) -> np.ndarray:
-    """Ids [B, S]: documents in order, or one document with padding on a side (all of the last row, if there are two)."""
+    """Ids [B, S]: documents in order, or one document with padding on a side (all of the last row, of several)."""
     if kind == "packed":
         return np.sort(rng.integers(0, 4, (batch, length)), axis=1)
     ids = np.zeros((batch, length), np.int64)
@@ -94,7 +94,7 @@ def segment_ids(rng: np.random.Generator, kind: str, batch: int, length: int) ->
 
 
 def draw(case: Case, seed: int, dtype: Any = np.float64) -> tuple[Arrays, Arrays]:
-    """(differentiable arguments, integer arguments) of a random call; activations in `dtype`, the rest float32 or 64."""
+    """(differentiable, integer arguments) of a random call; activations in `dtype`, the rest float32 or float64."""
     rng, s = np.random.default_rng(seed), case.shape
     size, kv_heads = s.kv_length or s.length, s.kv_heads or s.heads
     exact = np.float64 if dtype == np.float64 else np.float32
@@ -118,15 +118,16 @@ def draw(case: Case, seed: int, dtype: Any = np.float64) -> tuple[Arrays, Arrays
         wide["sharpness"] = rng.uniform(0.2, 3, (s.batch, s.length, s.heads))
     diff |= jax.tree.map(lambda x: jnp.asarray(x, exact), wide)
     fixed: Arrays = {}
+    integer = lambda x: jnp.asarray(x, jnp.int32)
     if case.segments:
         kv = segment_ids(rng, case.segments, s.batch, size)
         q = kv[:, size - s.length :] if s.length <= size else segment_ids(rng, case.segments, s.batch, s.length)
-        fixed["segment_ids"] = jnp.asarray(kv) if s.length == size else (jnp.asarray(q), jnp.asarray(kv))
+        fixed["segment_ids"] = integer(kv) if s.length == size else (integer(q), integer(kv))
     if case.positions == "given":
-        fixed["positions"] = jnp.asarray(rng.integers(0, size, (s.batch, s.length)))
-        fixed["kv_positions"] = jnp.asarray(rng.integers(0, size, (s.batch, size)))
+        fixed["positions"] = integer(rng.integers(0, size, (s.batch, s.length)))
+        fixed["kv_positions"] = integer(rng.integers(0, size, (s.batch, size)))
     if case.positions == "shuffled":
-        fixed["kv_positions"] = jnp.asarray(rng.permutation(size))
+        fixed["kv_positions"] = integer(rng.permutation(size))
     return diff, fixed
 
 

@@ -45,7 +45,7 @@ def by_loops(case: Case, diff: Arrays, fixed: Arrays) -> tuple[np.ndarray, np.nd
         for n, j in enumerate(seen):
             bias = gate[j]
             if case.prior:
-                params = jax.tree.map(lambda x: x[h], args["params"])
+                params = jax.tree.map(lambda x, h=h: x[h], args["params"])
                 bias += float(PRIORS[case.prior][0](params, np.asarray(k_pos[j] - q_pos)))
             content = scale * q[b, i, h] @ k[b, j, h * k.shape[2] // s.heads]
             logits[n] = r * content + bias if case.sharpness == "outside" else r * (content + bias)
@@ -106,8 +106,8 @@ def test_every_gradient_equals_central_differences(name: str) -> None:
             leaves, tree = jax.tree.flatten(diff)
             for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
                 way = rng.normal(size=leaf.shape)
-                step = lambda t, i=i, way=way: tree.unflatten([*leaves[:i], leaves[i] + t * way, *leaves[i + 1 :]])
-                numeric = (loss(step(1e-5)) - loss(step(-1e-5))) / 2e-5
+                step = [tree.unflatten([*leaves[:i], leaf + t * way, *leaves[i + 1 :]]) for t in (1e-5, -1e-5)]
+                numeric = (loss(step[0]) - loss(step[1])) / 2e-5
                 exact = float((np.asarray(grad) * way).sum())
                 assert abs(numeric - exact) < 1e-6 * max(1, abs(exact)), (tree, i, numeric, exact)
                 assert np.abs(grad).max() > 1e-3, f"gradient {i} of {tree} is suspiciously small"

@@ -45,7 +45,7 @@ def heads(dim: int) -> Case:
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_head_dims_in_float32(dim: int) -> None:
-    agrees(heads(dim), 2, 3e-6, np.float32, whole=True)
+    agrees(heads(dim), 2, 1e-5, np.float32, whole=True)
 
 
 ROW = Shape(2, 50, 4, 8, kv_heads=2)
@@ -75,9 +75,9 @@ def test_every_option(name: str) -> None:
     agrees(OPTIONS[name], 2, 1e-11)
 
 
-# Relative RMS against float64 on the same rounded inputs. bfloat16 has 8 bits: probabilities and their gradients are
-# rounded to it before each product, so single entries err by 2⁻⁹ and sums of the prior's gradients by less.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1.2e-2), (jnp.float16, 2e-3)])
+# Relative RMS against float64 on the same rounded inputs. In bfloat16 (8 bits) probabilities and score gradients are
+# rounded before each product, and o before it enters Σ do·o; sums over many pairs (prior parameters) feel that most.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
 @pytest.mark.parametrize("name", ["window", "packed"])
 def test_half_precision(name: str, dtype: Any, tolerance: float) -> None:
     agrees(OPTIONS[name], 2, tolerance, dtype)
@@ -103,10 +103,14 @@ def test_other_tiles(rows: int, cols: int) -> None:
 
 
 def test_sums_of_diagonals_agree() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
-    want = np.stack([[np.trace(m, offset) for offset in range(-4, 8)] for m in np.asarray(x)])
+    rng = np.random.default_rng(0)
+    tile, factor = rng.normal(size=(2, 3, 5, 8)), rng.normal(size=(2, 3, 5))
+    scaled = tile * factor[..., None]
+    want = np.stack([np.trace(scaled, offset, 2, 3) for offset in range(-4, 8)], axis=2)
     for sums in (tiles._diagonals_by_rows, tiles._diagonals_by_cutting):
-        np.testing.assert_allclose(sums(x), want, atol=1e-5)
+        np.testing.assert_allclose(
+            sums(jnp.asarray(tile, np.float32), jnp.asarray(factor, np.float32)), want, atol=1e-5
+        )
 
 
 def test_blocks_adapt_to_the_call() -> None:

@@ -1,0 +1,104 @@
+"""Visibility, counts of visible keys, places of queries, and the resolution of gate sums."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.attention import masks
+from kernels.attention.gates import running_sums, starts_of
+from tests.helpers import x64
+
+
+def brute(q: np.ndarray, k: np.ndarray, ids: Any, causal: bool, window: int | None) -> np.ndarray:
+    """Visibility [B, T, S] by three loops."""
+    seen = np.zeros((len(q), q.shape[1], k.shape[1]), bool)
+    for b, i, j in np.ndindex(seen.shape):
+        d = q[b, i] - k[b, j]
+        near = window is None or (d < window and (causal or -d < window))
+        same = ids is None or (ids[0][b, i] == ids[1][b, j] and ids[0][b, i] >= 0)
+        seen[b, i, j] = near and same and (d >= 0 or not causal)
+    return seen
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("segments", [False, True])
+def test_counts_and_visibility_equal_loops(causal: bool, window: int | None, segments: bool) -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.integers(0, 12, (2, 7)), rng.integers(0, 12, (2, 11))
+    ids = (rng.integers(-1, 3, (2, 7)), rng.integers(-1, 3, (2, 11))) if segments else None
+    want = brute(q, k, ids, causal, window)
+    columns = (None, None) if ids is None else (ids[0][:, :, None], ids[1][:, None, :])
+    got = masks.visible(jnp.asarray(q)[:, :, None], jnp.asarray(k)[:, None, :], *columns, causal=causal, window=window)
+    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+    pair = None if ids is None else tuple(map(jnp.asarray, ids))
+    counts = masks.visible_counts(
+        7, 11, positions=jnp.asarray(q), kv_positions=jnp.asarray(k), segment_ids=pair, window=window, causal=causal
+    )
+    np.testing.assert_array_equal(counts, want.sum(2))
+
+
+@pytest.mark.parametrize(("length", "size"), [(6, 6), (3, 8), (8, 3), (1, 5)])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_default_counts_equal_explicit_ones(length: int, size: int, window: int | None, causal: bool) -> None:
+    q, k = masks.default_positions(length, size)
+    explicit = masks.visible_counts(length, size, positions=q, kv_positions=k, window=window, causal=causal)
+    np.testing.assert_array_equal(masks.visible_counts(length, size, window=window, causal=causal), explicit)
+
+
+def test_counts_of_packed_documents_restart() -> None:
+    ids = jnp.array([[0, 0, 0, 1, 1, -1]])
+    np.testing.assert_array_equal(masks.visible_counts(6, segment_ids=ids), [[1, 2, 3, 1, 2, 0]])
+
+
+def test_last_visible_key_in_storage_order() -> None:
+    rng = np.random.default_rng(1)
+    q, k = rng.integers(0, 12, (2, 7)), rng.integers(0, 12, (2, 11))
+    ids = rng.integers(-1, 3, (2, 7)), rng.integers(-1, 3, (2, 11))
+    seen = brute(q, k, ids, True, None)
+    want = [[max(np.flatnonzero(row), default=-1) for row in rows] for rows in seen]
+    got = masks.last_visible(jnp.asarray(q), jnp.asarray(k), tuple(map(jnp.asarray, ids)))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_differences_of_gate_sums_do_not_lose_resolution_with_length() -> None:
+    length = 65_536
+    rng = np.random.default_rng(0)
+    gates = -np.log1p(np.exp(-rng.normal(size=(1, length, 2)))).astype(np.float32)
+    gates[0, 1000] = -1e5  # one gate that shuts completely
+    exact = np.cumsum(gates.astype(np.float64), axis=1)
+    high, low = (np.asarray(x) for x in running_sums(jnp.asarray(gates)))
+    plain = np.cumsum(gates, axis=1, dtype=np.float32)
+    for lag in (1, 64, 5000):
+        late = slice(40_000, length - lag)
+        difference = lambda x, lag=lag, late=late: (np.roll(x, -lag, 1) - x)[:, late]
+        want = difference(exact)
+        error = np.abs((difference(high) + difference(low)) / want - 1).max()
+        assert error < 3e-7, (lag, error)
+        assert np.abs(difference(plain) - want).max() > 1e-3  # what a single float32 sum would have done
+
+
+def test_gradient_of_gate_sums() -> None:
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(np.sort(rng.integers(-1, 3, (2, 30)), axis=1))
+    starts = starts_of(ids)
+    with x64():
+        x, w = rng.normal(size=(2, 30, 3)), rng.normal(size=(2, 30, 3))
+        total, back = jax.vjp(lambda x: running_sums(x, starts)[0], jnp.asarray(x))
+        want, grad = np.zeros_like(x), np.zeros_like(x)
+        for b, i, j in np.ndindex(2, 30, 30):
+            if j <= i and not np.asarray(starts)[b, j + 1 : i + 1].any():
+                want[b, i] += x[b, j]
+                grad[b, j] += w[b, i]
+        np.testing.assert_allclose(total, want, atol=1e-12)
+        np.testing.assert_allclose(back(jnp.asarray(w))[0], grad, atol=1e-12)
+
+
+def test_sums_restart_only_where_no_document_reaches_across() -> None:
+    ids = jnp.array([[-1, 0, 0, -1, 0, 1, 1, 2, -1], [5, 5, 3, 3, 5, 6, 6, 2, 2]])
+    want = [[1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(starts_of(ids), np.array(want, bool))
