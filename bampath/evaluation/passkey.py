@@ -27,6 +27,7 @@ from bampath.evaluation.results import environment, write_results
 
 Depth = Literal["equidistant", "random", "beginning", "end"]
 BATCH_TOKENS = 16_384
+WIDTH = 1024  # prompts are padded to a multiple of this: lengths that share a shape are compiled once
 
 # Lengths of the paper's evaluation script (its figure 3 shows 512 … 32768).
 PAPER_LENGTHS = (
@@ -238,7 +239,7 @@ def evaluate(
 
 def answer(reader: Reader, prompts: Sequence[Prompt], batch_tokens: int = BATCH_TOKENS) -> list[Sample]:
     """Put prompts to a model, several at a time, padded on the right (which no place before can see)."""
-    width = max(len(p.tokens) for p in prompts) - 1
+    width = -(-(max(len(p.tokens) for p in prompts) - 1) // WIDTH) * WIDTH
     scored = max(p.scored for p in prompts)
     size = min(len(prompts), max(1, batch_tokens // width))
     samples: list[Sample] = []
