@@ -4,7 +4,9 @@ The list of schemes comes from the registry's matrix, so a new part or option ca
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from bampath.config import ModelConfig
 from bampath.generate import stream_features
 from bampath.model import LM, head_kernel, init_cache
 from bampath.params import unbox
-from tests.positions.matrix import SPECS
+from tests.positions.matrix import FEW, SPECS
 
 CONFIG = ModelConfig(
     vocab_size=97,
@@ -30,9 +32,14 @@ CONFIG = ModelConfig(
     init="normal",
     init_std=0.2,
 )
-# These run in every suite; all others of the matrix too, but the costlier tests of them are marked slow.
+# These run in every suite. The rest of the matrix runs too, but is marked slow.
 HEADLINE = ("nope", "sinusoidal", "rope", "alibi", "bam+ssmax", "fox", "path", "path+fox", "path+bam+ssmax")
-EVERY_SPEC = [s if s in HEADLINE else pytest.param(s, marks=pytest.mark.slow) for s in sorted({*SPECS, *HEADLINE})]
+
+
+def matrix(every_time: Sequence[str]) -> list[Any]:
+    """The whole matrix as test parameters; what is not in `every_time` is marked slow."""
+    mark = lambda spec: spec if spec in every_time else pytest.param(spec, marks=pytest.mark.slow)
+    return [mark(spec) for spec in sorted({*SPECS, *HEADLINE})]
 
 
 @cache
@@ -50,7 +57,7 @@ def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, CONFIG.vocab_size, shape), jnp.int32)
 
 
-@pytest.mark.parametrize("spec", EVERY_SPEC)
+@pytest.mark.parametrize("spec", matrix(HEADLINE))
 def test_nothing_flows_from_the_future(spec: str) -> None:
     model, params = build(spec)
     tokens = jnp.arange(40, dtype=jnp.int32)[None, :]  # each position owns one row of the embedding
@@ -64,7 +71,7 @@ def test_nothing_flows_from_the_future(spec: str) -> None:
     assert reach[20:26].all()  # further back a window may hide tokens
 
 
-@pytest.mark.parametrize("spec", EVERY_SPEC)
+@pytest.mark.parametrize("spec", matrix(HEADLINE))
 def test_packed_documents_equal_solo_runs_in_values_and_gradients(spec: str) -> None:
     model, params = build(spec)
     documents = random_tokens(2, 17)
@@ -102,7 +109,7 @@ def decode_gap(spec: str, length: int, prompt: int, chunk: int) -> float:
     return float(jnp.abs(jnp.concatenate(parts, axis=1) - full).max())
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", matrix([*HEADLINE, *FEW]))
 def test_prefill_and_decode_equal_the_full_forward(spec: str) -> None:
     assert decode_gap(spec, length=40, prompt=30, chunk=15) < 1e-4
 
@@ -113,7 +120,7 @@ def test_three_hundred_decoded_tokens_do_not_drift(spec: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("spec", EVERY_SPEC)
+@pytest.mark.parametrize("spec", matrix(["rope", "bam+ssmax", "fox", "path+fox"]))
 def test_a_padded_row_equals_its_solo_run(spec: str, side: str) -> None:
     model, params = build(spec)
     lengths, width, more = (11, 4, 17), 17, 3
@@ -152,7 +159,7 @@ def test_rematerialisation_changes_no_number(spec: str) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads[0], other)
 
 
-@pytest.mark.parametrize("spec", HEADLINE)
+@pytest.mark.parametrize("spec", ["rope", "bam+ssmax", "path+fox"])
 def test_bfloat16_stays_near_float32_and_positions_stay_exact(spec: str) -> None:
     model, params = build(spec)
     half, _ = build(spec, dtype="bfloat16")
