@@ -50,6 +50,7 @@ class Case:
     S: int | None = None
     Hkv: int | None = None
     packed: bool = False
+    documents: int = 0  # length of the documents that a row is packed from
     dtype: str = "bfloat16"
     use_lse: bool = True  # does the loss depend on lse
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,9 +78,13 @@ CHECKS = (
     Case("table of 12, head 32", 2, 301, 2, 32, "buckets"),
     Case("fox", 2, 640, 4, 64, gates=True),
     Case("fox+bam+ssmax, packed, GQA", 2, 304, 4, 64, "ggd", 1.0, True, Hkv=1, packed=True),
+    Case("bam+ssmax, documents of 150, head 128", 2, 700, 2, 128, "ggd", 1.0, documents=150),
     Case("fox+alibi, fewer queries than keys", 2, 104, 4, 64, "alibi", 1.0, True, S=304),
     Case("more queries than keys", 1, 301, 2, 64, "alibi", S=130, options={"window": 33}),
+    Case("window, documents of 33, GQA", 2, 520, 4, 64, Hkv=2, documents=33, options={"window": 20}),
+    Case("alibi, not causal, documents of 170", 2, 390, 2, 64, "alibi", documents=170, options={"causal": False}),
     Case("one token", 1, 1, 2, 64, "ggd"),
+    Case("one token per document", 1, 200, 2, 64, "ggd", 1.0, documents=1),
 )
 PARAMETERS: dict[str, tuple[Any, Callable[[Any, int], dict[str, Any]]]] = {
     "ggd": (ggd, lambda r, h: {"alpha": r.uniform(-2, 0.3, h), "beta": r.uniform(-0.3, 1.0, h)}),
@@ -114,6 +119,8 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], t
         other["segment_ids"] = jnp.asarray(np.tile(ids, (case.B // 2, 1)), jnp.int32)
         for n in ("k", "v"):
             x[n] = jnp.where((other["segment_ids"] < 0)[:, :, None, None], jnp.nan, x[n])
+    if case.documents:
+        other["segment_ids"] = jnp.broadcast_to(jnp.arange(case.T, dtype=jnp.int32) // case.documents, (case.B, case.T))
     dlse = f32(r.standard_normal((case.B, case.T, case.H)) * case.use_lse)
     return x, other, (normal(case.B, case.T, case.H, case.D), dlse)
 

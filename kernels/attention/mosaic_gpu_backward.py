@@ -30,7 +30,7 @@ from kernels.attention.mosaic_gpu_spec import (
     visible,
     zeros,
 )
-from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_dot, toeplitz_totals
+from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_totals
 
 Array = jax.Array
 ROW_INPUTS = ("lse", "delta", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
@@ -52,7 +52,6 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     row_names = [n for n in ROW_INPUTS if n in arrays]
     column_names = [n for n in COLUMN_INPUTS if n in arrays]
     sharp_offsets = spec.folded and spec.offsets
-    reload = tiles.reload and sharp_offsets and not spec.gates
 
     line = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_queries), jnp.float32)
     outputs: dict[str, Any] = {"dq": jax.ShapeDtypeStruct(arrays["q"].shape, dtype)}
@@ -96,8 +95,10 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
         outs = dict(zip(out_names, refs[len(names) : len(names) + len(out_names)], strict=True))
         buf, bar = refs[len(names) + len(out_names) :]
         batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
-        first = (-(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")) * tiles.rows
-        start, full_start, full_stop, stop = spec.key_range(first, tiles)
+        block = -(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")
+        first = block * tiles.rows
+        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.key_range(first, tiles))
+        start, full_start, full_stop, stop = walk_range
 
         def slot_of(tile: Array) -> Array:
             return lax.rem(tile - start, jnp.int32(stages))
@@ -119,10 +120,6 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             delta = row["delta"] * factor if spec.folded else row["delta"]
             gain = (row["gain"], 0) if "gain" in row else None
             row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
-            q_operand, do_operand = buf["q"].at[wg], buf["do"].at[wg]
-            if tiles.registers:
-                q_operand = read(q_operand, plgpu.Layout.WGMMA)
-                do_operand = read(do_operand, plgpu.Layout.WGMMA)
             entry = step + wg * 64
 
             def column(name: str, slot: Array) -> Array:
@@ -138,14 +135,11 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
 
                 def scores(s_ref: Any, dp_ref: Any) -> tuple[Array, Array, Array]:
                     plgpu.barrier_wait(bar["k"].at[slot])
-                    plgpu.wgmma(s_ref, q_operand, buf["k"].at[slot].transpose((1, 0)))
+                    plgpu.wgmma(s_ref, buf["q"].at[wg], buf["k"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["v"].at[slot])
-                    plgpu.wgmma(dp_ref, do_operand, buf["v"].at[slot].transpose((1, 0)))
+                    plgpu.wgmma(dp_ref, buf["do"].at[wg], buf["v"].at[slot].transpose((1, 0)))
                     bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    if tiles.overlap:
-                        # Products end in order, so the last tile's share of dq is in, too, and its keys can go.
-                        pl.when(tile > start)(lambda: plgpu.barrier_arrive(bar["k_free"].at[slot_of(tile - 1)]))
                     s = s if bias is None else s + bias
                     p = jnp.exp2(s * spread(factor, shape) - spread(row["lse"], shape))
                     return s, p, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
@@ -162,15 +156,12 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 if n_slopes:
                     slope_refs = [buf[f"slope{i}"].at[slot] for i in range(n_slopes)]
                     sums += toeplitz_totals(ds, slope_refs, entry, -1, tiles.slice, tiles.pairs)
-                if reload:
-                    sums.append(toeplitz_dot(ds, buf["table"].at[slot], entry, -1, tiles.slice, tiles.pairs))
-                elif sharp_offsets:
+                if sharp_offsets:
                     sums.append(partial_dot(ds, s))
                 if spec.gates:
                     sums.append(ds.sum(axis=1))
-                if not tiles.overlap:
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(bar["k_free"].at[slot])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(bar["k_free"].at[slot])
                 return tuple(a + b for a, b in zip(dots, sums, strict=True))
 
             def walk(refs: Any) -> None:
@@ -200,10 +191,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 q = read(buf["q"].at[wg], plgpu.Layout.WGMMA).astype(jnp.float32)
                 content = (q * dq).sum(axis=1)
                 total = dots[-1].sum(axis=1) if sharp_offsets else content
-                prior = total if reload else total - content
-                total = total + content if reload else total
                 if spec.own_slope:
-                    buf["prior_sums"].at[wg][...] = prior
+                    buf["prior_sums"].at[wg][...] = total - content
                 buf["sharpness_sums"].at[wg][...] = total / factor if spec.folded else total
             if spec.sharpness and not spec.folded:
                 dq = dq * spread(factor * (1 / LOG2E), (64, d))

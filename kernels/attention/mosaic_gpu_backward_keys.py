@@ -76,8 +76,10 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         outs = dict(zip(out_names, refs[len(names) : len(names) + len(out_names)], strict=True))
         buf, bar = refs[len(names) + len(out_names) :]
         batch, kv_head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
-        first = lax.axis_index("blocks") * tiles.rows
-        start, full_start, full_stop, stop = spec.query_range(first, tiles)
+        block = lax.axis_index("blocks")
+        first = block * tiles.rows
+        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.query_range(first, tiles))
+        start, full_start, full_stop, stop = walk_range
         width = stop - start
         total = width * spec.group
 
@@ -94,10 +96,6 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             for n in row_names:
                 copy_vector(inputs[n], n, batch, kv_head, here, buf[n].at[wg], bar["k"].at[wg])
             plgpu.barrier_wait(bar["k"].at[wg])
-            k_operand, v_operand = buf["k"].at[wg], buf["v"].at[wg]
-            if tiles.registers:
-                k_operand = read(k_operand, plgpu.Layout.WGMMA)
-                v_operand = read(v_operand, plgpu.Layout.WGMMA)
             k_segments = read(buf["kv_segments"].at[wg], ROW) if spec.segments else None
 
             def column(name: str, slot: Array) -> Array:
@@ -120,14 +118,11 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
 
                 def products(s_ref: Any, dp_ref: Any) -> Array:
                     plgpu.barrier_wait(bar["q"].at[slot])
-                    plgpu.wgmma(s_ref, k_operand, buf["q"].at[slot].transpose((1, 0)))
+                    plgpu.wgmma(s_ref, buf["k"].at[wg], buf["q"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["do"].at[slot])
-                    plgpu.wgmma(dp_ref, v_operand, buf["do"].at[slot].transpose((1, 0)))
+                    plgpu.wgmma(dp_ref, buf["v"].at[wg], buf["do"].at[slot].transpose((1, 0)))
                     bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    if tiles.overlap:
-                        # Products end in order, so the last tile's are all in, and its queries can go.
-                        pl.when(count > 0)(lambda: plgpu.barrier_arrive(bar["q_free"].at[slot_of(count - 1)]))
                     s = s if bias is None else s + bias
                     factor: Any = jnp.float32(spec.scale * LOG2E)
                     if spec.sharpness:
@@ -149,9 +144,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                     # Back to d(logits) where the sharpness does not reach the gates.
                     plain = ds * spread(column("gain", slot), shape, 1) if "gain" in column_names else ds
                     gates = (gates[0] + plain.sum(axis=1),)
-                if not tiles.overlap:
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(bar["q_free"].at[slot])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(bar["q_free"].at[slot])
                 return gates
 
             def over_queries(member: Array, dk_ref: Any, dv_ref: Any) -> None:

@@ -43,7 +43,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     arrays: q, k, v; with a prior `table` [copies, H, L], divided by the scale; with sharpness `factor` [B, H, padded T]
     (sharpness · scale · log2 e), `negative` int32 [1] (is any of it below 0) and, if it leaves the prior alone, `gain`
     (1 / sharpness), shaped alike; with gates `q_gate_hi`, `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H,
-    padded S]; with segments `q_segments`, `kv_segments` [B, padded length].
+    padded S]; with segments `q_segments`, `kv_segments` [B, padded length] and `bounds` (`segment_bounds`).
     """
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
@@ -77,8 +77,10 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
         out_ref, lse_ref, buf, bar = refs[len(names) :]
         batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
         # The longest rows of a causal call start first.
-        first = (-(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")) * tiles.rows
-        start, full_start, full_stop, stop = spec.key_range(first, tiles)
+        block = -(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")
+        first = block * tiles.rows
+        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.key_range(first, tiles))
+        start, full_start, full_stop, stop = walk_range
 
         def slot_of(tile: Array) -> Array:
             return lax.rem(tile - start, jnp.int32(stages))
@@ -114,7 +116,6 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 hidden = spread(jnp.where(factor < 0, jnp.float32(jnp.inf), jnp.float32(-jnp.inf)), shape)
             else:
                 factor = plgpu.layout_cast(jnp.full((64,), spec.scale * LOG2E, jnp.float32), ROW)
-            q_operand = read(q_smem, plgpu.Layout.WGMMA) if tiles.registers else q_smem
             row_gates = (row["q_gate_hi"], row["q_gate_lo"]) if spec.gates else None
 
             def column(name: str, slot: Array) -> Array:
@@ -130,7 +131,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 slot, next_slot, has_next = slot_of(tile), slot_of(tile + 1), tile + 1 < stop
 
                 def content(ref: Any) -> Any:
-                    plgpu.wgmma(ref, q_operand, buf["k"].at[slot].transpose((1, 0)))
+                    plgpu.wgmma(ref, q_smem, buf["k"].at[slot].transpose((1, 0)))
                     take_turn()
 
                 def content_alone(ref: Any) -> Array:

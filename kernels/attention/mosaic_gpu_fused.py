@@ -15,7 +15,7 @@ from kernels.attention.mosaic_gpu_backward import query_gradients
 from kernels.attention.mosaic_gpu_backward_keys import key_gradients
 from kernels.attention.mosaic_gpu_forward import forward
 from kernels.attention.mosaic_gpu_slopes import own_slopes
-from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles
+from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles, segment_bounds
 
 Array = jax.Array
 Leaves = dict[str, Any]
@@ -122,6 +122,10 @@ def _table(options: Options, spec: Spec, x: Leaves) -> Array | None:
     return jnp.clip(values, -limit, limit) / spec.scale
 
 
+def _bounds(spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles) -> dict[str, Array]:
+    return {"bounds": segment_bounds(x[mine], x[others], tiles.rows, tiles.step)} if spec.segments else {}
+
+
 def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
     """d(log prior)/d(parameter) over distance, float32 [parameters of a head, H, table length]."""
     d = distances(spec)
@@ -150,6 +154,7 @@ def _forward(options: Options, x: Leaves) -> Any:
     arrays = _inputs(options, spec, x)
     if spec.sharpness:
         arrays["negative"] = (arrays["factor"] < 0).any()[None].astype(jnp.int32)
+    arrays |= _bounds(spec, x, "q_segments", "kv_segments", tiles)
     table = _table(options, spec, x)
     if table is not None:
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
@@ -180,7 +185,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would
         # add up in the running sum behind the gates, so the keys get a delta without it.
         delta = delta + jnp.where(real, queries["rows"] - _lines(dlse, spec.padded_queries), 0)
-    keys = _key_sums(spec, options.tiles[2], arrays, delta, table)
+    keys = _key_sums(spec, options.tiles[2], x, arrays, delta, table)
     grads: Leaves = dict.fromkeys(x)
     grads |= {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"]}
     if spec.prior:
@@ -217,9 +222,10 @@ def _parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Arr
 
 
 def _key_sums(
-    spec: Spec, tiles: Tiles, arrays: dict[str, Array], delta: Array, table: Array | None
+    spec: Spec, tiles: Tiles, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
 ) -> dict[str, Array]:
     arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
+    arrays |= _bounds(spec, x, "kv_segments", "q_segments", tiles)
     if table is not None:
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
     return key_gradients(spec, tiles, arrays)
@@ -238,7 +244,7 @@ def _query_sums(
     own: tuple[int, ...],
 ) -> dict[str, Array]:
     tiles = options.tiles[1]
-    arrays = arrays | {"delta": delta}
+    arrays = arrays | {"delta": delta} | _bounds(spec, x, "q_segments", "kv_segments", tiles)
     if table is not None:
         arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
     if not spec.slopes:

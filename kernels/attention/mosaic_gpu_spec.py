@@ -13,7 +13,6 @@ from kernels.attention.mosaic_gpu_tiles import table_buffer, table_chunks, toepl
 
 Array = jax.Array
 LOG2E = 1.4426950408889634
-MARKS = "rplo"
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -25,10 +24,7 @@ class Tiles:
     groups: int = 2
     step: int = 128
     stages: int = 2
-    registers: bool = False  # keep the stationary operands in registers instead of shared memory
     pairs: bool = False  # read the prior's table two entries at a time
-    reload: bool = False  # sharpness gradient from the table, not from the scores (fewer live registers)
-    overlap: bool = False  # backward: let a tile's last products run into the next tile
 
     @property
     def rows(self) -> int:
@@ -41,15 +37,12 @@ class Tiles:
 
     @classmethod
     def parse(cls, text: str) -> "Tiles":
-        """The inverse of str: "2x128x2pl" is 2 groups, step 128, 2 stages, with pairs and reload."""
-        groups, step, rest = text.split("x")
-        stages = rest.rstrip(MARKS)
-        return cls(int(groups), int(step), int(stages), *(m in rest[len(stages) :] for m in MARKS))
+        """The inverse of str: "2x128x3p" is 2 groups, step 128, 3 stages, with pairs."""
+        groups, step, stages = text.removesuffix("p").split("x")
+        return cls(int(groups), int(step), int(stages), text.endswith("p"))
 
     def __str__(self) -> str:
-        flags = (self.registers, self.pairs, self.reload, self.overlap)
-        marks = "".join(m for m, on in zip(MARKS, flags, strict=True) if on)
-        return f"{self.groups}x{self.step}x{self.stages}{marks}"
+        return f"{self.groups}x{self.step}x{self.stages}{'p' * self.pairs}"
 
 
 @dataclass(frozen=True)
@@ -164,14 +157,42 @@ class Spec:
         if ragged and length % step:
             full_stop = _clip(full_stop, start, lax.max(start, jnp.int32(length // step)))
         full_start = start if low_full is None else _clip(self._floor(low_full + step - 1, step), start, full_stop)
-        if self.segments:
-            full_start = full_stop = start
         return start, full_start, full_stop, stop
+
+    def within(self, bounds: Any, batch: Array, block: Array, walk: tuple[Array, ...]) -> tuple[Array, ...]:
+        """A walk over tiles narrowed to those that share segments with the block, all of them masked.
+
+        bounds: int32 [B, blocks, 2] in global memory, see `segment_bounds`.
+        """
+        if not self.segments:
+            return walk
+        start, _, _, stop = walk
+        start = _clip(bounds[batch, block, 0], start, stop)
+        stop = _clip(bounds[batch, block, 1], start, stop)
+        return start, start, start, stop
 
     def _floor(self, x: Array, step: int) -> Array:
         """x // step, also for negative x."""
         lift = 2 * (self.queries + self.keys) // step + 8
         return lax.div(x + lift * step, jnp.int32(step)) - lift
+
+
+def segment_bounds(ids: Array, others: Array, rows: int, step: int) -> Array:
+    """First tile, and one past the last, of `step` others that may share a segment with each block of `rows` ids.
+
+    ids [B, n], others [B, m] int32, negative: padding. Returns int32 [B, blocks, 2]. Tiles are compared by their least
+    and greatest id, so nothing that is shared is missed, and little else is kept where ids grow along the row.
+    """
+
+    def ends(x: Array, size: int) -> tuple[Array, Array]:
+        tiles = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-1).reshape(x.shape[0], -1, size)
+        return jnp.where(tiles < 0, jnp.iinfo(jnp.int32).max, tiles).min(-1), tiles.max(-1)
+
+    (low, high), (other_low, other_high) = ends(ids, rows), ends(others, step)
+    shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
+    last = shared.shape[2] - jnp.argmax(shared[:, :, ::-1], axis=2)
+    some = shared.any(axis=2)
+    return jnp.stack([jnp.where(some, jnp.argmax(shared, axis=2), 0), jnp.where(some, last, 0)], -1).astype(jnp.int32)
 
 
 def _clip(x: Array, low: Array, high: Array) -> Array:

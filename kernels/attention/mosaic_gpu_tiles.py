@@ -103,30 +103,6 @@ def toeplitz_tile(table_ref: Any, base: Array, columns: int, sign: int, entries:
     return build(table_ref, base)
 
 
-def toeplitz_dot(tile: Array, table_ref: Any, base: Array, sign: int, entries: int, pairs: bool) -> Array:
-    """Row sums of tile * toeplitz_tile(table_ref, base, columns, sign), left as float32 [64, 8] partial sums."""
-    columns = tile.shape[1]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def build(_: Any, values: Any, table: ir.Value, start: Any) -> Any:
-        load = _loader(table, start.registers.item(), sign, entries, pairs)
-        f32 = ir.F32Type.get()
-        sums: dict[tuple[int, int], ir.Value] = {}
-        for idx, block, half in _registers((ROWS, columns)):
-            for parity in range(2):
-                x = vector.extract(values.registers[idx], [], ir.DenseI64ArrayAttr.get([parity]))
-                term = fa.mulf(x, load(block - half, parity))
-                old = sums.get((half, parity))
-                sums[half, parity] = term if old is None else fa.addf(old, term)
-        pair = ir.VectorType.get((2,), f32)
-        return _from_halves({h: vector.from_elements(pair, [sums[h, 0], sums[h, 1]]) for h in range(2)})
-
-    return build(tile, table_ref, base)
-
-
 def toeplitz_totals(
     tile: Array, table_refs: list[Any], base: Array, sign: int, entries: int, pairs: bool
 ) -> list[Array]:

@@ -144,6 +144,25 @@ def test_tiles_cover_what_is_visible_and_mask_what_is_not(
 
 
 @NEW_JAX
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.randoms())
+def test_segment_bounds_miss_nothing(n: int, m: int, rows: int, step: int, sort: bool, random: Any) -> None:
+    from kernels.attention.mosaic_gpu_spec import segment_bounds
+
+    draw = lambda size: np.array([[random.randint(-1, 3) for _ in range(size)] for _ in range(2)])
+    ids, others = (np.sort(x, axis=1) if sort else x for x in (draw(n), draw(m)))
+    bounds = np.asarray(segment_bounds(jnp.asarray(ids), jnp.asarray(others), rows, step))
+    assert bounds.shape == (2, -(-n // rows), 2)
+    shared = (ids[:, :, None] == others[:, None, :]) & (ids[:, :, None] >= 0)
+    for row in range(2):
+        for block, (start, stop) in enumerate(bounds[row]):
+            tile = shared[row, block * rows : (block + 1) * rows]
+            assert 0 <= start <= stop <= -(-m // step)
+            assert not tile[:, : start * step].any()
+            assert not tile[:, stop * step :].any()
+
+
+@NEW_JAX
 def test_tiles_survive_being_written_down() -> None:
     from kernels.attention.mosaic_gpu_spec import Tiles
 
