@@ -12,8 +12,7 @@ from tests.model.test_scheme_matrix import build, random_tokens
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("spec", ["rope", "path+bam+ssmax"])
+@pytest.mark.parametrize(("spec", "side"), [("rope", "right"), ("path+bam+ssmax", "left")])
 def test_a_batch_gives_each_row_its_solo_continuation(spec: str, side: str) -> None:
     model, params = build(spec)
     together = generate(model, params, PROMPTS, 6, pad_side=side, chunk=3)
