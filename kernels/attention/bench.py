@@ -1,7 +1,7 @@
 """Checks and times the fused attention of this machine's GPU and writes results.json: one call, under 8 minutes.
 
     python -m kernels.attention.bench [--out FILE] [--commit HASH]     measure
-    python -m kernels.attention.bench --table                          print the tables of docs/kernels.md
+    python -m kernels.attention.bench --table                          write the tables of docs/kernels.md
 
 Errors are relative RMS against the dense reference in float64. Times are medians of repeated runs on random inputs;
 `ratio` is the time of cuDNN's causal attention without any prior (`jax.nn.dot_product_attention`) in the same run,
@@ -32,6 +32,7 @@ from kernels.attention.bench_cases import CHECKS, Case, function, ggd, inputs
 
 Array = jax.Array
 RESULTS = Path(__file__).with_name("results.json")
+DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
 SPEED_SHAPES = ((8, 4096, 16, 64), (4, 4096, 16, 128), (1, 32768, 16, 64), (1, 16384, 16, 128))
 SPEED_CASES = ("plain", "alibi", "bam+ssmax", "fox", "bam+ssmax, documents of 1024")
 LIMIT = 2e-2  # largest relative RMS error that a bfloat16 check may show
@@ -304,10 +305,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument("--commit", help="recorded in the results")
-    parser.add_argument("--table", action="store_true", help="print the tables of the committed results and stop")
+    parser.add_argument("--table", action="store_true", help="put the committed results into docs/kernels.md and stop")
     args = parser.parse_args()
     if args.table:
-        print(tables(json.loads(RESULTS.read_text())))
+        before, rest = DOCS.read_text().split("<!-- results -->\n")
+        after = rest.split("\n<!-- end of results -->")[1]
+        block = tables(json.loads(RESULTS.read_text()))
+        DOCS.write_text(f"{before}<!-- results -->\n{block}\n<!-- end of results -->{after}")
         return
     raise SystemExit(1 if run_all(args.out, args.commit) else 0)
 

@@ -144,7 +144,7 @@ def test_tiles_cover_what_is_visible_and_mask_what_is_not(
 
 
 @NEW_JAX
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.randoms())
 def test_segment_bounds_miss_nothing(n: int, m: int, rows: int, step: int, sort: bool, random: Any) -> None:
     from kernels.attention.mosaic_gpu_spec import segment_bounds
