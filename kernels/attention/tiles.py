@@ -241,18 +241,21 @@ def sum_diagonals(tile: Array, factor: Array) -> Array:
     return jnp.swapaxes(sums, 1, 2)
 
 
-def dense_prior(call: Call, row: Block, col: Block, seen: Array | None) -> Callable[[Any], Array]:
-    """The prior of a tile with explicit positions as a function of its parameters -> [n, H, R, C].
-
-    n: 1 or B, as the positions; the parameters have that leading axis too (copies), for the reason above.
-    """
-    assert call.prior is not None
+def distances(row: Block, col: Block, seen: Array | None) -> Array:
+    """Of a tile with explicit positions, [1 or B, R, C]; −1 where unseen."""
     assert row.positions is not None
     assert col.positions is not None
     d = col.positions[:, None, :] - row.positions[:, :, None]
-    d = d if seen is None else jnp.where(seen, d, -1)
-    heads = jax.vmap(call.prior.log_prior, in_axes=(0, None))
-    return lambda params: _wide(call, jax.vmap(heads)(params, d))
+    return d if seen is None else jnp.where(seen, d, -1)
+
+
+def dense_prior(call: Call, params: Any, d: Array) -> Array:
+    """The prior at distances d [n, R, C] -> [n, H, R, C], n being 1 or B.
+
+    The parameters have that leading axis too (copies): batch rows on different devices do not meet inside the loops.
+    """
+    assert call.prior is not None
+    return _wide(call, jax.vmap(jax.vmap(call.prior.log_prior, in_axes=(0, None)))(params, d))
 
 
 def copies(params: Any, n: int) -> Any:

@@ -133,9 +133,11 @@ def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | in
     biases, pullback = [], None
     if table is not None:
         biases += [tiles.lay_diagonals(call, table, row.block, col, grid)]
-    elif call.prior is not None and row.block.positions is not None:
-        prior = tiles.dense_prior(call, row.block, col, seen)
-        values, pullback = jax.vjp(prior, tiles.copies(call.prior.params, len(row.block.positions)))
+    elif call.prior is not None:
+        d = tiles.distances(row.block, col, seen)
+        values, pullback = jax.vjp(
+            lambda params: tiles.dense_prior(call, params, d), tiles.copies(call.prior.params, len(d))
+        )
         biases += [values]
     if gates is not None and row.block.gates is not None:
         (q_hi, q_lo), (k_hi, k_lo) = row.block.gates, gates
@@ -201,7 +203,7 @@ def _forward(grid: Grid, call: Call) -> tuple[Array, Array]:
 
 
 def _tile_gradients(call: Call, row: Row, s: Scores) -> dict[str, Any]:
-    """What one tile adds to the gradients: of q, sharpness, q_gates [B, H, R, ...], of k_gates, k, v [B, C, H or K, ...],
+    """What a tile adds to the gradients: of q, sharpness, q_gates [B, H, R, ...], of k, v, k_gates [B, C, K or H, ...],
     of the prior's table [B, R + C - 1, H] or of its parameters per batch row.
 
     Sums of products are einsums: jaxlib 0.10 reduces a product over an array with an axis of length 1 about 30 times

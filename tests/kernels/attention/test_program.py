@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -166,6 +166,10 @@ calls = st.builds(
 )
 
 
+# No shrinking: each example compiles two programs.
+quick = functools.partial(settings, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+
+
 def equals_reference(case: Case, seed: int) -> None:
     with x64():
         diff, fixed = support.draw(case, seed)
@@ -176,14 +180,14 @@ def equals_reference(case: Case, seed: int) -> None:
     assert max(errors.values()) < 1e-10, errors
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@quick(max_examples=5)
 @given(case=calls, seed=st.integers(0, 99))
 def test_any_call_equals_the_reference(case: Case, seed: int) -> None:
     equals_reference(case, seed)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@quick(max_examples=60)
 @given(case=calls, seed=st.integers(0, 99))
 def test_many_calls_equal_the_reference(case: Case, seed: int) -> None:
     equals_reference(case, seed)

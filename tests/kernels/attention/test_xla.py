@@ -59,7 +59,7 @@ OPTIONS = {
     "padded-left": Case(ROW, "table", "log", None, "left", window=20),
     "padded-right": Case(ROW, "alibi", "pair", "outside", "right"),
     "positions": Case(ROW, "ggd", "log", "inside", "packed", "given", window=15),
-    "shuffled-keys": Case(ROW, "table", None, "outside", positions="shuffled"),
+    "shuffled-keys": Case(ROW, "table", None, "outside", "right", "shuffled"),
     "grouped": Case(TEST["grouped"], "ggd", "pair", "inside", positions="given", causal=True),
     "one-key-head": Case(TEST["one-key-head"], "kerple", "log", "outside"),
     "decode": Case(TEST["decode"], "ggd", "log", "inside", "right"),
