@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Gradients, [B, H, S], of the rows' and the columns' gate sums and of the rows' sharpness; None where it has none."""
+    """Gradients [B, H, S] of the rows' and the columns' gate sums and of the rows' sharpness, each or None."""
 
     row_hi: Maybe
     col_hi: Maybe
