@@ -1,7 +1,7 @@
 """What the two commands cost on a fresh clone: `python -m experiments.extrapolation.commands` writes commands.json.
 
-Clones the repository's last commit into a temporary folder and times, one after the other, the set-up that both commands
-begin with and `make test`. (`make demo` is that set-up and the study, whose own seconds are in results.json.)
+Clones the repository's last commit into a temporary folder and times, one after the other, the set-up that both
+commands begin with and `make test`. (`make demo` is that set-up and the study, whose own seconds are in results.json.)
 """
 
 import json
