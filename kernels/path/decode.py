@@ -128,8 +128,7 @@ def path_extend(
       positions: [B, T] int, past_positions: [B, S] int. A query sees cached keys at or before its position.
       segment_ids: [B, T] int, past_segment_ids: [B, S] int. A query sees keys of its own id only. A negative id is
         padding or a slot not yet written: seen by nobody, its transition and gate ignored, its content irrelevant.
-        Rows may be ragged. The tokens of one document stand next to each other in the chunk, so that differences of
-        their indices are differences of their positions.
+        Rows may be ragged, with padding anywhere. Positions of one document's tokens go up by one from token to token.
 
     Returns:
       o [B, T, H, Dv] in q's dtype (0 for padding); past_k carried over the new tokens [B, S, Hkv, D]; the new keys
@@ -179,9 +178,7 @@ def path_extend(
         own = attend_self(wide_q, k, v, segment_ids, prior, sharpness, sharpen_prior, factor)
         return merge(own, past(wide_q, past_k)).astype(q.dtype), past_k, k.astype(w.dtype)
     chunk = summarise(q, k, w, beta)
-    own = path_attention(
-        wide_q, k, v, w, beta, log_gates=gates, scale_gates=scale_gates, segment_ids=segment_ids, **options
-    )
+    own = attend_chunk(wide_q, k, v, w, beta, gates, segment_ids, scale_gates=scale_gates, **options)
     out = merge(own, past(chunk.q, past_k)).astype(q.dtype)
     return out, move_keys(past_k, chunk.m), chunk.k
 
@@ -260,6 +257,39 @@ def attend_self(
     real = (segment_ids >= 0)[..., None]
     o = jnp.where(real[..., None], jnp.repeat(v.astype(q.dtype), groups, axis=2), 0)
     return o, jnp.where(real, logit, -jnp.inf)
+
+
+def attend_chunk(
+    q: Array,
+    k: Array,
+    v: Array,
+    w: Array,
+    beta: Array,
+    log_gates: Array | None,
+    segment_ids: Array,
+    *,
+    sharpness: Array | None,
+    **options: Any,
+) -> Attended:
+    """The new tokens' attention to themselves. A prior counts tokens, so padding must not stand between them."""
+    if options["prior"] is None:
+        return path_attention(
+            q, k, v, w, beta, log_gates=log_gates, sharpness=sharpness, segment_ids=segment_ids, **options
+        )
+    order = jnp.argsort(segment_ids < 0, axis=1, stable=True)
+
+    def take(x: Any, index: Array) -> Any:
+        return x if x is None else jnp.take_along_axis(x, jnp.expand_dims(index, range(2, x.ndim)), axis=1)
+
+    o, lse = path_attention(
+        *(take(x, order) for x in (q, k, v, w, beta)),
+        log_gates=take(log_gates, order),
+        sharpness=take(sharpness, order),
+        segment_ids=take(segment_ids, order),
+        **options,
+    )
+    back = jnp.argsort(order, axis=1)
+    return take(o, back), take(lse, back)
 
 
 def merge(a: Attended, b: Attended) -> Array:

@@ -8,14 +8,12 @@ __all__ = ["BENCHMARK", "CPU_BENCHMARK", "HEAD_DIMS", "ODD_LENGTHS", "PLANS", "S
 HEAD_DIMS = (16, 64, 80, 256)
 ODD_LENGTHS = (1, 2, 3, 17, 63, 65, 130)
 
-# Ways to cut a row of 24 tokens or less: one block, many blocks, many superblocks, single tokens, padding at the end.
+# Ways to cut a row of 21 tokens, padding at its end included: many blocks, many superblocks, single tokens, one block.
 PLANS: dict[str, Plan] = {
-    "one-block": Plan(1, 24, 24),
     "blocks": Plan(1, 24, 3),
     "superblocks": Plan(3, 8, 2),
-    "single-tokens": Plan(12, 2, 1),
-    "padded": Plan(2, 16, 4),
-    "halved-blocks": Plan(1, 32, 32),
+    "single-tokens": Plan(11, 2, 1),
+    "one-block": Plan(1, 32, 32),
 }
 
 # One accelerator: training at the usual total of tokens, and long sequences.

@@ -16,7 +16,7 @@ from kernels.path.plan import Plan
 from kernels.path.shapes import Shape
 from tests.kernels.attention.support import PRIORS
 
-Arrays = dict[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def draw(
     sharpness: bool = True,
     prior: str | None = None,
     v_dim: int | None = None,
-) -> Arrays:
-    """Arrays of a random call: q, k, v in `dtype`, the rest float32 (float64 for float64).
+) -> Row:
+    """Row of a random call: q, k, v in `dtype`, the rest float32 (float64 for float64).
 
     `repeated`: all tokens have the same w. Gates go from hardly any forgetting to nearly all in one row.
     """
@@ -51,7 +51,7 @@ def draw(
     rows = lambda heads, dim: rng.normal(size=(s.batch, s.length, heads, dim))
     w = rows(kv_heads, s.head_dim)
     w = np.broadcast_to(w[:, :1], w.shape) if repeated else w
-    wide: Arrays = {
+    wide: Row = {
         "w": w / np.linalg.norm(w, axis=-1, keepdims=True),
         "beta": rng.uniform(*beta, size=(s.batch, s.length, kv_heads)),
     }
@@ -71,7 +71,7 @@ def draw(
     )
 
 
-def call_of(arrays: Arrays, options: Options, segments: Any = None) -> Any:
+def call_of(arrays: Row, options: Options, segments: Any = None) -> Any:
     prior = DistancePrior(arrays["params"], PRIORS[options.prior][0]) if options.prior else None
     return make_call(
         *(arrays[name] for name in ("q", "k", "v", "w", "beta")),
@@ -85,7 +85,7 @@ def call_of(arrays: Arrays, options: Options, segments: Any = None) -> Any:
     )
 
 
-def attend(arrays: Arrays, options: Options, plan: Plan | str | None, segments: Any = None) -> Any:
+def attend(arrays: Row, options: Options, plan: Plan | str | None, segments: Any = None) -> Any:
     """(o, lse) by the blockwise backend under `plan` (None: its own choice) or by "reference"."""
     call = call_of(arrays, options, segments)
     return reference.attend(call) if plan == "reference" else xla.attend(call, plan)
@@ -100,7 +100,7 @@ def compiled(options: Options, plan: Plan | str | None) -> Callable[..., Any]:
 def compiled_gradients(options: Options, plan: Plan | str | None) -> Callable[..., Any]:
     """(arrays, segments, cotangents of o and lse) -> ((o, lse), gradients of all arrays)."""
 
-    def loss(arrays: Arrays, segments: Any, do: Any, dlse: Any) -> Any:
+    def loss(arrays: Row, segments: Any, do: Any, dlse: Any) -> Any:
         o, lse = attend(arrays, options, plan, segments)
         finite = jnp.where(lse > -jnp.inf, lse, 0)
         return (o.astype(finite.dtype) * do).sum() + (finite * dlse).sum(), (o, lse)
@@ -112,7 +112,7 @@ def compiled_gradients(options: Options, plan: Plan | str | None) -> Callable[..
     return jax.jit(both)
 
 
-def cotangents(arrays: Arrays, seed: int = 1) -> tuple[Any, Any]:
+def cotangents(arrays: Row, seed: int = 1) -> tuple[Any, Any]:
     """Random cotangents of o and lse."""
     rng = np.random.default_rng(seed)
     wide = arrays["w"].dtype
@@ -122,12 +122,12 @@ def cotangents(arrays: Arrays, seed: int = 1) -> tuple[Any, Any]:
     )
 
 
-def gradients(arrays: Arrays, options: Options, plan: Plan | str | None, segments: Any = None, seed: int = 1) -> Any:
+def gradients(arrays: Row, options: Options, plan: Plan | str | None, segments: Any = None, seed: int = 1) -> Any:
     """((o, lse), gradients of all arrays) under random cotangents."""
     return compiled_gradients(options, plan)(arrays, segments, *cotangents(arrays, seed))
 
 
-def logits(arrays: Arrays, plan: Plan | str | None, options: Options | None = None) -> np.ndarray:
+def logits(arrays: Row, plan: Plan | str | None, options: Options | None = None) -> np.ndarray:
     """The logits themselves, [B, H, T, T]: with one-hot values the output is the row of probabilities."""
     batch, length = arrays["q"].shape[:2]
     kv_heads = arrays["k"].shape[2]
