@@ -13,7 +13,7 @@ class Study:
     base, overrides: a named configuration and its changes, in the order applied; every cell adds its scheme, its seed
     and the study's tokenizer. vocab_size: of the tokenizer, which is trained on the training text first. passkey:
     prompt lengths and perplexity: length of a row of text, as multiples of the training length; perplexity_rows: how
-    many rows; samples: prompts per length; batch_tokens: tokens that evaluations read together.
+    many rows, 0 for all; samples: prompts per length; batch_tokens: tokens that evaluations read together.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Study:
     passkey: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     samples: int = 20
     perplexity: int = 16
-    perplexity_rows: int = 24
+    perplexity_rows: int = 0
     batch_tokens: int = 8192
 
     def config(self, scheme: str, seed: int, tokenizer: Path | str = "bytes") -> Config:
@@ -87,7 +87,6 @@ GPU = Study(
     ),
     schemes=SCHEMES,
     vocab_size=8192,
-    perplexity_rows=16,
     batch_tokens=131_072,
 )
 

@@ -44,7 +44,7 @@ class Board:
 
     def say(self, text: str) -> None:
         """A line above the table."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def watch(self, cell: Cell) -> Any:
         """The `notify` of a cell."""

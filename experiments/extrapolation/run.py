@@ -112,8 +112,9 @@ def run_study(study: Study, seeds: Sequence[int], out: Path) -> dict[str, Any]:
     (out / "report.md").write_text(report(results), encoding="utf-8")
     print(*findings(results), sep="\n")
     print(f"report    {out / 'report.md'}\nfigures   {out / 'figures'}\ntotal     {_since(start):.0f} s")
-    for cell in cells[:1]:
-        print(f"inspect   python -m bampath.inspect {out / 'cells' / cell.slug / 'run'}")
+    learned = {row["case"] for row in rows if row["benchmark"] == "prior" and row["parameters"]}
+    shown = next((cell for cell in cells if cell.scheme in learned), cells[0])
+    print(f"inspect   python -m bampath.inspect {out / 'cells' / shown.slug / 'run'}")
     return results
 
 
