@@ -1,7 +1,6 @@
 """One cell of the study: train a scheme with a seed, then measure it. A finished cell is never done twice."""
 
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from bampath.evaluation.results import write_json
 from bampath.metrics import read as read_metrics
 from bampath.step import build_model, declare
 from bampath.train import Result, fit
-from experiments.extrapolation.config import Study
+from experiments.extrapolation.config import Study, slug
 
 Row = dict[str, Any]
 Notify = Callable[[str, Any], None]  # ("training", line), ("passkey", PasskeyResult), ("perplexity", PositionLoss)
@@ -36,7 +35,7 @@ class Cell:
     @property
     def slug(self) -> str:
         """A name for files."""
-        return f"{re.sub(r'[^a-z0-9]+', '-', self.scheme.lower()).strip('-')}-seed{self.seed}"
+        return f"{slug(self.scheme)}-seed{self.seed}"
 
 
 def run_cell(study: Study, cell: Cell, out: Path, tokenizer: Path, notify: Notify) -> list[Row]:

@@ -1,5 +1,6 @@
 """The study at its two sizes: what is trained, and what is asked of the trained models."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,3 +92,8 @@ GPU = Study(
 )
 
 SIZES = {study.name: study for study in (CPU, GPU)}
+
+
+def slug(spec: str) -> str:
+    """A positional spec as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", spec.lower()).strip("-")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, pe
 from bampath.analysis.figures import short_number
 from bampath.evaluation.intervals import wilson
 from bampath.progress import duration
+from experiments.extrapolation.config import slug
 
 Row = dict[str, Any]
 LEARNED = 0.9  # share of keys found that counts as having learned retrieval
@@ -38,15 +38,12 @@ def write_figures(folder: Path, results: dict[str, Any]) -> list[Path]:
         save(passkey_figure(of("passkey"), trained), folder / "passkey.png"),
         save(heatmap_figure(of("passkey"), trained), folder / "passkey-depth.png"),
     ]
-    for case, own in _by(of("prior"), "case").items():
-        learned = [row for row in own if row["parameters"]]
-        if not learned:
-            continue
-        name = re.sub(r"[^a-z0-9]+", "-", case.lower()).strip("-")
-        first = [row for row in learned if row["seed"] == learned[0]["seed"]]
-        made.append(save(prior_figure(first, trained, f"Learned priors of {case}"), folder / f"priors-{name}.png"))
-        if any("bam/theta_beta" in row["parameters"] for row in learned):
-            made.append(save(exponent_figure(learned, f"Heads of {case}"), folder / f"exponents-{name}.png"))
+    for case, own in _learned_priors(rows).items():
+        first = [row for row in own if row["seed"] == own[0]["seed"]]
+        title, name = f"Learned priors of {case}", f"priors-{slug(case)}.png"
+        made.append(save(prior_figure(first, trained, title), folder / name))
+        if _has_exponents(own):
+            made.append(save(exponent_figure(own, f"Heads of {case}"), folder / f"exponents-{slug(case)}.png"))
     return made
 
 
@@ -159,14 +156,19 @@ def _accuracy(rows: list[Row]) -> float:
 
 
 def _prior_files(results: dict[str, Any]) -> list[str]:
-    priors = [row for row in results["rows"] if row["benchmark"] == "prior" and row["parameters"]]
     files = []
-    for case, own in _by(priors, "case").items():
-        name = re.sub(r"[^a-z0-9]+", "-", case.lower()).strip("-")
-        files.append(f"priors-{name}.png")
-        if any("bam/theta_beta" in row["parameters"] for row in own):
-            files.append(f"exponents-{name}.png")
+    for case, own in _learned_priors(results["rows"]).items():
+        files += [f"priors-{slug(case)}.png"] + [f"exponents-{slug(case)}.png"] * _has_exponents(own)
     return files
+
+
+def _learned_priors(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The heads of schemes whose prior has parameters, by scheme."""
+    return _by([row for row in rows if row["benchmark"] == "prior" and row["parameters"]], "case")
+
+
+def _has_exponents(heads: Sequence[Row]) -> bool:
+    return any("bam/theta_beta" in row["parameters"] for row in heads)
 
 
 def _names(cases: Sequence[str]) -> str:
