@@ -8,6 +8,7 @@ Named configurations live in `bampath.named`; the papers' numbers that they carr
 import difflib
 import inspect
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -229,13 +230,13 @@ def reference() -> str:
 
 def _positive(config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) <= 0:
+        if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)} must be greater than 0")
 
 
 def _not_negative(config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)} must not be negative")
 
 

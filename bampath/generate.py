@@ -1,6 +1,7 @@
 """Prefill in chunks, decode token by token, sample: `python -m bampath.generate CHECKPOINT --prompt "…"`."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from bampath.cache import Cache
 from bampath.data import StreamDecoder, Tokenizer
 from bampath.load import Loaded, load
-from bampath.model import LM, init_cache
+from bampath.model import LM, check_length, init_cache
 
 Array = jax.Array
 
@@ -32,7 +33,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or positive")
@@ -88,8 +89,8 @@ def stream_features(
     T may be as long as the cache fits. Equal to `LM.features` on the whole row.
     """
     batch, length = tokens.shape
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1")
+    _check_chunk(chunk)
+    check_length(model.config, length)
     chunk = min(chunk, length)
     padded = -(-length // chunk) * chunk
     mask = np.ones(tokens.shape, bool) if mask is None else mask
@@ -102,10 +103,16 @@ def stream_features(
         yield start, hidden[:, : length - start]
 
 
+def _check_chunk(chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1")
+
+
 def prefill(
     model: LM, params: Any, tokens: np.ndarray, mask: np.ndarray, cache: Cache, chunk: int
 ) -> tuple[Array, Cache]:
     """Read prompts [B, T] into the cache, `chunk` tokens at a time -> (hidden of each row's last token, cache)."""
+    _check_chunk(chunk)
     batch, length = tokens.shape
     last = length - 1 - np.argmax(mask[:, ::-1], axis=1)
     final: Array | None = None
@@ -155,7 +162,9 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    _check_chunk(chunk)
     tokens, mask = pad_prompts(prompts, pad_side)
+    check_length(model.config, max(map(len, prompts)) + max_new_tokens)
     cache = init_cache(model.config, len(prompts), tokens.shape[1] + max_new_tokens)
     hidden, cache = prefill(model, params, tokens, mask, cache, chunk)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
@@ -237,5 +246,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

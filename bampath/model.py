@@ -178,6 +178,19 @@ def positions_in_segments(ids: Array) -> Array:
     return index - jax.lax.cummax(starts, axis=1)
 
 
+def check_length(config: Any, length: int) -> None:
+    """ValueError if a row of `length` tokens is longer than the scheme of LM(config) is defined for."""
+    c = model_config(config)
+    scheme = parse(c.position)
+    for layer in range(c.layers):
+        for part in scheme.at(layer).parts:
+            limit = part.max_positions(geometry_of(c, layer))
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f"{length} tokens are asked for, but {part.spec} is defined for {limit} positions only"
+                )
+
+
 def init_cache(config: Any, batch: int, capacity: int) -> Cache:
     """An empty cache of `capacity` slots for `batch` rows of LM(config)."""
     c = model_config(config)

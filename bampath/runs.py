@@ -107,6 +107,13 @@ def _refuse_changes(
             checkpoint.refuse_differences(checkpoint.describe(start.path), declared.shapes)
         except CheckpointError as error:
             raise CheckpointError("\n  ".join([str(error), "the configurations differ in", *fixed])) from None
+        if before["train.seed"] != now["train.seed"]:
+            raise ValueError(
+                f"train.seed={now['train.seed']}, but the run started with {before['train.seed']}: its parameters and "
+                "random keys come from its checkpoint, so a new seed would change nothing"
+            )
+        if config.train.steps < start.step:
+            raise ValueError(f"train.steps={config.train.steps}, but the run has done {start.step} steps already")
     if fixed:
         raise ValueError("\n  ".join(["a run cannot continue as another model; the configurations differ in", *fixed]))
     for line in changed:

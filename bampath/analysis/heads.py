@@ -19,7 +19,8 @@ class Head:
     """One head's prior for a query that sees `keys` keys, itself included.
 
     p: float64 [keys] (or [window], if the scheme has a smaller one), normalised, by distance: p[0] is the query's own
-    place. The sharpness of that query is in it where it multiplies the prior. entropy in nats, mean_distance in tokens; regime as in `positions.theory`.
+    place. The sharpness of that query is in it where it multiplies the prior. entropy in nats, mean_distance in tokens;
+    regime as in `positions.theory`.
     parameters: the head's own learned numbers, such as "bam/theta_beta" and "ssmax/scale".
     """
 

@@ -36,6 +36,9 @@ class Learned(Part):
         rows = self.rows or geometry.train_length
         return {"embedding": Param((rows, geometry.dim), nn.initializers.normal(0.02), (None, "embed"), "position")}
 
+    def max_positions(self, geometry: Geometry) -> int | None:
+        return self.rows or geometry.train_length
+
     def embed(self, params: dict[str, Array], geometry: Geometry, positions: Array) -> Array:
         table = params["embedding"]
         if positions.shape[-1] > table.shape[0]:

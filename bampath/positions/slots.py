@@ -137,6 +137,10 @@ class Part:
         """The module that owns the part's parameters and fills its slot."""
         return InputModule(self, geometry, name=name) if self.SLOT == "input" else PartModule(self, geometry, name=name)
 
+    def max_positions(self, geometry: Geometry) -> int | None:
+        """How many positions the part is defined for; None: any number."""
+        return None
+
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Any:
         """State before the first token; None for a part without state."""
         return None

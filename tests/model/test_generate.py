@@ -88,6 +88,13 @@ def test_mistakes_are_named() -> None:
         generate(model, params, [[1], []], 2)
     with pytest.raises(ValueError, match="pad_side='middle'"):
         generate(model, params, PROMPTS, 2, pad_side="middle")
+    with pytest.raises(ValueError, match="temperature=nan"):
+        Sampling(temperature=float("nan"))
+    with pytest.raises(ValueError, match="chunk=0"):
+        generate(model, params, PROMPTS, 2, chunk=0)
+    table, learned = build("learned(9)")
+    with pytest.raises(ValueError, match=r"10 tokens are asked for, but learned\(9\) is defined for 9 positions"):
+        generate(table, learned, PROMPTS, 2)
     with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
         model.apply({"params": params}, random_tokens(3))
     with pytest.raises(ValueError, match="segment_ids has shape"):

@@ -142,3 +142,9 @@ def test_describe_marks_what_was_changed():
     assert len(marked) == 1
     assert "train.steps" in marked[0]
     assert "(was 200)" in marked[0]
+
+
+@pytest.mark.parametrize("override", ["optim.lr=nan", "optim.lr=inf", "model.norm_eps=nan", "optim.weight_decay=nan"])
+def test_numbers_that_are_not_finite_are_refused(override: str) -> None:
+    with pytest.raises(ValueError, match=override.partition("=")[0].partition(".")[2]):
+        config.get("tiny", override)

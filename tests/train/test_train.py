@@ -98,6 +98,12 @@ def test_resuming_as_another_model_is_refused_with_names(run):
             fit(config.override(cfg, override), home / "run", resume=True, out=io.StringIO())
         assert key in str(error.value)
         assert isinstance(error.value, CheckpointError) == ("norm_eps" not in override)
+    for override, message in (
+        ("train.seed=7", "train.seed=7, but the run started with"),
+        ("train.steps=2", "has done 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(config.override(cfg, override), home / "run", resume=True, out=io.StringIO())
     other = config.override(cfg, "data.sequence_length=32", "model.train_length=24")
     with pytest.raises(ValueError, match="sequence_length"):
         fit(other, home / "run", resume=True, out=io.StringIO())

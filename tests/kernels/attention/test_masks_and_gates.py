@@ -42,7 +42,7 @@ def test_counts_and_visibility_equal_loops(causal: bool, window: int | None, seg
 
 
 @pytest.mark.parametrize(("length", "size"), [(6, 6), (3, 8), (8, 3), (1, 5)])
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("causal", [True, False])
 def test_default_counts_equal_explicit_ones(length: int, size: int, window: int | None, causal: bool) -> None:
     q, k = masks.default_positions(length, size)

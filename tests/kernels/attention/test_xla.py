@@ -32,20 +32,19 @@ def agrees(case: Case, seeds: int, tolerance: float, dtype: Any = np.float64, wh
         assert max(errors.values()) < tolerance, (seed, errors)
 
 
-@pytest.mark.parametrize("length", ODD_LENGTHS)
+def sometimes(values: Any, slow: Any) -> list[Any]:
+    """Parameters of a test, the slow ones marked so."""
+    return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in values]
+
+
+@pytest.mark.parametrize("length", sometimes(ODD_LENGTHS, (2, 63, 127)))
 def test_any_length(length: int) -> None:
     agrees(Case(TEST[f"length-{length}"], "ggd", "log", "inside"), 3, 1e-11)
 
 
-def heads(dim: int) -> Case:
-    n = HEAD_DIMS.index(dim)
-    options = (("ggd", None, "inside"), (None, "log", None), ("alibi", None, "outside"), ("table", "pair", None))
-    return Case(TEST[f"head-dim-{dim}"], *options[n % len(options)])
-
-
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_head_dims_in_float32(dim: int) -> None:
-    agrees(heads(dim), 2, 1e-5, np.float32, whole=True)
+    agrees(Case(TEST[f"head-dim-{dim}"]), 2, 1e-5, np.float32, whole=True)
 
 
 ROW = Shape(2, 50, 4, 8, kv_heads=2)
@@ -70,15 +69,25 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+REST = ("plain", "window-both-ways", "packed-both-ways", "one-key-head", "decode-positions", "extreme")
+
+
+@pytest.mark.parametrize("name", sometimes(OPTIONS, REST))
 def test_every_option(name: str) -> None:
     agrees(OPTIONS[name], 2, 1e-11)
 
 
 # Relative RMS against float64 on the same rounded inputs. In bfloat16 (8 bits) probabilities and score gradients are
 # rounded before each product, and o before it enters Σ do·o; sums over many pairs (prior parameters) feel that most.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
-@pytest.mark.parametrize("name", ["window", "packed"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("packed", jnp.bfloat16, 2e-2),
+        ("window", jnp.float16, 2e-3),
+        pytest.param("window", jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
+        pytest.param("packed", jnp.float16, 2e-3, marks=pytest.mark.slow),
+    ],
+)
 def test_half_precision(name: str, dtype: Any, tolerance: float) -> None:
     agrees(OPTIONS[name], 2, tolerance, dtype)
 

@@ -154,7 +154,7 @@ def test_gate_sums_after_a_slot() -> None:
 
 
 def test_chunk_against_a_long_cache_takes_memory_of_its_size() -> None:
-    """A chunk of 512 tokens against 32k and 64k slots: memory grows with the cache, not with their product."""
+    """A chunk of 512 tokens against 64k slots: temporary memory is that of the cache, not of their product."""
 
     def run(cache: Row, new: Row) -> Any:
         return path_extend(
@@ -174,10 +174,7 @@ def test_chunk_against_a_long_cache_takes_memory_of_its_size() -> None:
         new |= {name: i32(1, 512) for name in ("positions", "ids")}
         return jax.jit(run).lower(cache, new).compile().memory_analysis().temp_size_in_bytes
 
-    small, large = memory(2**15), memory(2**16)
-    cache_bytes = 2 * 2**16 * 32 * 4
-    assert large < 2.1 * small
-    assert large < 4 * cache_bytes
+    assert memory(2**16) < 4 * (2 * 2**16 * 32 * 4)  # four times the cached keys; 512 × 2**16 scores would be 16 times
 
 
 # ---- Lazy decode ----
