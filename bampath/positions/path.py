@@ -22,11 +22,11 @@ class PaTH(Part):
     (arXiv 2505.16381, section 3; parameterisation of the authors' code in flash-linear-attention.)
     w_t: x_t → low-rank projection (`w_down` [dim, rank], `w_up` [rank, Hkv, D]; rank=full: `w` [dim, Hkv, D]) →
     depthwise causal convolution over the document (`conv` [width, Hkv, D]) and SiLU → float32 L2 norm w / √(Σ w² + eps)
-    per head. beta_t = min(2 sigmoid(u · x_t + b), beta_max), `beta_kernel` [dim, Hkv], `beta_bias` [Hkv] from `bias`: at
-    0 every transition starts as a projection (beta = 1), and a key has faded after about head_dim tokens. Matrices and
-    convolution start from N(0, 0.02). `path+fox` multiplies in FoX's gates; scale_gates puts them inside the scale s, as
-    the released code does (the paper reads as outside, the default). Takes neither a window nor explicit positions: keys
-    travel along the row.
+    per head. beta_t = min(2 sigmoid(u · x_t + b), beta_max), `beta_kernel` [dim, Hkv], `beta_bias` [Hkv] from `bias`:
+    at 0 every transition starts as a projection (beta = 1), and a key has faded after about head_dim tokens. Matrices
+    and convolution start from N(0, 0.02). `path+fox` multiplies in FoX's gates; scale_gates puts them inside the scale
+    s, as the released code does (the paper reads as outside, the default). Takes neither a window nor explicit
+    positions: keys travel along the row.
     """
 
     NAME: ClassVar[str] = "path"
