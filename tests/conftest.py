@@ -9,8 +9,18 @@ os.environ["BAMPATH_CACHE"] = os.path.join(tempfile.gettempdir(), f"bampath-test
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from collections.abc import Iterator
+
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_compiled_programs() -> Iterator[None]:
+    """Thousands of compiled programs would otherwise pile up to several gigabytes."""
+    yield
+    jax.clear_caches()
