@@ -103,6 +103,8 @@ def check_prior(prior: Any, heads: int) -> None:
         raise TypeError(
             f"prior.log_prior must be hashable (it is a static argument), got {prior.log_prior!r}"
         ) from None
+    if not jax.tree.leaves(prior.params):
+        raise ValueError(f"prior.params={prior.params!r} holds no array, must hold one with leading axis H={heads}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(prior.params):
         name = "prior.params" + jax.tree_util.keystr(path)
         if jnp.ndim(leaf) < 1:
@@ -209,13 +211,14 @@ def make_call(
     q_positions, kv_positions = _positions(positions, kv_positions, batch, length, k.shape[1])
     q_segments, kv_segments = _segments(segment_ids, batch, length, k.shape[1])
     dtype = jnp.result_type(q, k, v)
+    wide = jnp.promote_types(dtype, jnp.float32)
     call = Call(
-        q=q.astype(dtype),
-        k=k.astype(dtype),
-        v=v.astype(dtype),
+        q=jnp.asarray(q, dtype),
+        k=jnp.asarray(k, dtype),
+        v=jnp.asarray(v, dtype),
         prior=prior,
         gates=None,
-        sharpness=sharpness,
+        sharpness=None if sharpness is None else jnp.asarray(sharpness, wide),
         q_positions=q_positions,
         kv_positions=kv_positions,
         q_segments=q_segments,
@@ -226,4 +229,4 @@ def make_call(
         sharpen_prior=check_flag("sharpen_prior", sharpen_prior),
     )
     gates = _gates(log_gates, call)
-    return call if gates is None else replace(call, gates=gates)
+    return call if gates is None else replace(call, gates=jax.tree.map(lambda x: jnp.asarray(x, wide), gates))

@@ -173,9 +173,8 @@ def _tile_positions(call: Call, row: Block, col: Block, grid: Grid) -> tuple[Arr
     if row.positions is not None and col.positions is not None:
         return row.positions, col.positions
     first = row.start + call.k.shape[1] - call.q.shape[1]
-    return (first + jnp.arange(grid.rows, dtype=jnp.int32))[None], (col.start + jnp.arange(grid.cols, dtype=jnp.int32))[
-        None
-    ]
+    queries = first + jnp.arange(grid.rows, dtype=jnp.int32)
+    return queries[None], (col.start + jnp.arange(grid.cols, dtype=jnp.int32))[None]
 
 
 # ---- The prior ----

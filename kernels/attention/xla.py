@@ -124,20 +124,16 @@ def _scores(call: Call, grid: Grid, table: Array | None, row: Row, j: Array | in
         v = jnp.where(used[:, :, None, None], v, 0)  # 0 · NaN
         if row.saved is not None:
             k = jnp.where(used[:, :, None, None], k, 0)
-            gates = (
-                None
-                if gates is None
-                else (jnp.where(used[:, None], gates[0], 0), jnp.where(used[:, None], gates[1], 0))
-            )
+        if row.saved is not None and gates is not None:
+            gates = jnp.where(used[:, None], gates[0], 0), jnp.where(used[:, None], gates[1], 0)
     content = call.scale * _rows_by_cols(row.q, k, call.q.dtype)
     biases, pullback = [], None
     if table is not None:
         biases += [tiles.lay_diagonals(call, table, row.block, col, grid)]
     elif call.prior is not None:
         d = tiles.distances(row.block, col, seen)
-        values, pullback = jax.vjp(
-            lambda params: tiles.dense_prior(call, params, d), tiles.copies(call.prior.params, len(d))
-        )
+        prior = lambda params: tiles.dense_prior(call, params, d)
+        values, pullback = jax.vjp(prior, tiles.copies(call.prior.params, len(d)))
         biases += [values]
     if gates is not None and row.block.gates is not None:
         (q_hi, q_lo), (k_hi, k_lo) = row.block.gates, gates

@@ -51,6 +51,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "prior": (arrays(prior=jnp.ones(4)), TypeError, "prior must be a DistancePrior, got ArrayImpl"),
     "prior heads": (arrays(prior=prior(jnp.ones(3))), ValueError, r"prior.params has shape \(3,\), must be \[H=4\]"),
     "prior scalar": (arrays(prior=prior({"a": jnp.ones(())})), ValueError, r"prior.params\['a'\] has shape \(\)"),
+    "prior empty": (arrays(prior=prior(())), ValueError, r"prior.params=\(\) holds no array, must .* H=4"),
     "prior half": (
         arrays(prior=prior(jnp.ones(4, jnp.bfloat16))),
         TypeError,
