@@ -1,13 +1,17 @@
-"""A PaTH call laid out for loops over superblocks: [batch, length, head, …] as [superblock, batch, head, token, …].
+"""A PaTH call laid out for loops over groups of batch rows and over superblocks.
 
-Shape names: N superblocks, B batch, H query heads, K key heads, S tokens of a superblock.
+[batch, length, head, …] becomes [group, superblock, batch row of the group, head, token of the superblock, …].
+
+Shape names: B batch, g rows of a group, N superblocks, H query heads, K key heads, S tokens of a superblock. Inside the
+loop over groups B stands for g.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels.path.call import PathCall
 from kernels.path.plan import Plan
@@ -17,15 +21,19 @@ QUERY_PAD, KEY_PAD = -1, -2  # ids of padding: different, so that it neither see
 
 
 class Rows(NamedTuple):
-    """The call in float32 (float64), one leading entry per superblock (absent inside a loop over them)."""
+    """The call in float32 (float64) inside the loop over groups; the loop over superblocks takes away N as well."""
 
     q: Array  # [N, B, H, S, D], times scale and sharpness
     k: Array  # [N, B, K, S, D]
     v: Array  # [N, B, K, S, Dv]
     w: Array  # [N, B, K, S, D], zero past the end of the row
     beta: Array  # [N, B, K, S]
-    hi: Array | None  # [N, B, H, S] gate sums
+    hi: Array | None  # [N, B, H, S], gate sums
     lo: Array | None
+    neg_hi: (
+        Array | None
+    )  # the same with the other sign, for the columns: XLA's CPU loops over a tile that read one array
+    neg_lo: Array | None  # both ways are not vectorised
     rho: Array | None  # [N, B, H, S], the factor of prior and gates, if they are sharpened
     q_ids: Array | None  # [N, B, S]
     k_ids: Array | None
@@ -41,25 +49,38 @@ class Rows(NamedTuple):
         return self._replace(q=q, k=k, w=w, beta=beta)
 
 
+def over_groups(compute: Callable[..., Any], *laid_out: Any) -> Any:
+    """`compute` of each group of batch rows in turn, the results stacked along a new leading axis.
+
+    The loop runs over arrays that are laid out already: XLA would otherwise compute their layout again inside the
+    elementwise loops over tiles, one entry at a time.
+    """
+    if jax.tree.leaves(laid_out)[0].shape[0] == 1:
+        return jax.tree.map(lambda x: x[None], compute(*jax.tree.map(lambda x: x[0], laid_out)))
+    return lax.map(lambda x: compute(*x), laid_out)
+
+
 def cut(x: Array, plan: Plan) -> Array:
-    """[B, T, ...] -> [N, B, S, ...], zeros past the end of the row."""
+    """[B, T, ...] -> [B / g, N, g, S, ...], zeros past the end of the row."""
     x = jnp.pad(x, [(0, 0), (0, plan.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], plan.superblocks, plan.size, *x.shape[2:]), 1, 0)
+    group = plan.group or x.shape[0]
+    x = x.reshape(x.shape[0] // group, group, plan.superblocks, plan.size, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 1)
 
 
 def cut_heads(x: Array, plan: Plan) -> Array:
-    """[B, T, H, ...] -> [N, B, H, S, ...]."""
-    return jnp.moveaxis(cut(x, plan), 2, 3)
+    """[B, T, H, ...] -> [B / g, N, g, H, S, ...]."""
+    return jnp.moveaxis(cut(x, plan), 3, 4)
 
 
 def uncut(x: Array, length: int) -> Array:
-    """[N, B, H, S, ...] -> [B, T, H, ...]."""
-    x = jnp.moveaxis(jnp.moveaxis(x, 3, 2), 0, 1)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+    """[B / g, N, g, H, S, ...] -> [B, T, H, ...]."""
+    x = jnp.moveaxis(jnp.moveaxis(x, 4, 3), 1, 2)
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], *x.shape[4:])[:, :length]
 
 
 def lay_out(plan: Plan, call: PathCall, sharpen_bias: bool) -> Rows:
-    """The rows of a call; `sharpen_bias`: there are a prior or gates, and the sharpness multiplies them."""
+    """The rows of a call, for all groups; `sharpen_bias`: the sharpness multiplies a prior or gates as well."""
     heads = lambda x: cut_heads(x.astype(call.wide), plan)
     maybe = lambda x: None if x is None else heads(x)
     ids = lambda pad: None if call.segments is None else cut(jnp.where(call.segments < 0, pad, call.segments), plan)
@@ -73,6 +94,8 @@ def lay_out(plan: Plan, call: PathCall, sharpen_bias: bool) -> Rows:
         beta=heads(call.beta),
         hi=maybe(hi),
         lo=maybe(lo),
+        neg_hi=None if hi is None else heads(-hi),
+        neg_lo=None if lo is None else heads(-lo),
         rho=maybe(call.sharpness) if sharpen_bias else None,
         q_ids=ids(QUERY_PAD),
         k_ids=ids(KEY_PAD),

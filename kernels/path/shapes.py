@@ -11,7 +11,7 @@ ODD_LENGTHS = (1, 2, 3, 17, 63, 65, 130)
 # Ways to cut a row of 21 tokens, padding at its end included: many blocks, many superblocks, single tokens, one block.
 PLANS: dict[str, Plan] = {
     "blocks": Plan(1, 24, 3),
-    "superblocks": Plan(3, 8, 4),
+    "superblocks": Plan(3, 8, 4, group=1),
     "single-tokens": Plan(11, 2, 1),
     "one-block": Plan(1, 32, 32),
 }

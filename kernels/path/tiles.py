@@ -155,8 +155,8 @@ def _bias(plan: Plan, table: Array | None, row: Rows, col: Rows, steps: Array | 
     bias = None
     if table is not None:  # once, not in every batch row
         bias = lax.optimization_barrier(toeplitz(diagonals(plan, table, steps))[None])
-    if row.hi is not None and row.lo is not None and col.hi is not None and col.lo is not None:
-        gate = (row.hi[..., :, None] - col.hi[..., None, :]) + (row.lo[..., :, None] - col.lo[..., None, :])
+    if row.hi is not None and row.lo is not None and col.neg_hi is not None and col.neg_lo is not None:
+        gate = (row.hi[..., :, None] + col.neg_hi[..., None, :]) + (row.lo[..., :, None] + col.neg_lo[..., None, :])
         bias = gate if bias is None else bias + gate
     return bias
 

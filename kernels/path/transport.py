@@ -49,9 +49,12 @@ def transpose(x: Array) -> Array:
 
 
 def _stack(a: Array, c: Array, b: Array) -> Array:
-    """[[a, 0], [c, b]]."""
-    top = jnp.concatenate([a, jnp.zeros_like(a)], -1)
-    return jnp.concatenate([top, jnp.concatenate([c, b], -1)], -2)
+    """[[a, 0], [c, b]], written in place: a concatenation would end up, branches and all, in the loops that read it."""
+    size = a.shape[-1]
+    out = lax.full_like(a, 0, shape=(*a.shape[:-2], 2 * size, 2 * size))
+    for part, row, col in ((a, 0, 0), (c, size, 0), (b, size, size)):
+        out = lax.dynamic_update_slice(out, part, (*[0] * (a.ndim - 2), row, col))
+    return out
 
 
 # ---- (I + L)⁻¹ ----

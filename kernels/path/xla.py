@@ -9,8 +9,9 @@ one D × D product per S keys and key head, and what is left is flash attention:
 Gimelshein, arXiv 1805.02867) over the superblocks left of a. The r_a· of all c follow from those of a − 1 by one
 factor each, which is half the work of a new scan of the m for every a; only one row of them is kept.
 
-Memory besides inputs and outputs, in units of T D float32: H + 4 K for the rows laid out and k̂ (H query heads, K key
-heads), N D² per key head for r, and a few tiles of S² per head. The prior is a table of T values per head.
+Memory besides inputs and outputs, as measured at T = 65,536 in units of T D float32 for H query and K key heads:
+2 H + 5 K (the rows laid out, k̂, r). Nothing in it grows faster than T; a tile is S² scores per head. The prior is a
+table of T values per head.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ from kernels.path import tiles
 from kernels.path.backward import backward
 from kernels.path.call import PathCall
 from kernels.path.plan import Plan, check_plan, choose_plan
-from kernels.path.rows import Rows, first_visible, lay_out, prior_table, uncut
+from kernels.path.rows import Rows, first_visible, lay_out, over_groups, prior_table, uncut
 from kernels.path.transport import matmul
 
 Array = jax.Array
@@ -58,9 +59,8 @@ def _finish(state: State) -> tuple[Array, Array]:
     return acc / total[..., None], jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
-@partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Array]:
-    rows, precision = lay_out(plan, call, call.sharpens(table)), call.precision
+def _forward_rows(plan: Plan, precision: Any, table: Array | None, rows: Rows) -> tuple[Array, Array]:
+    """(o [N, B, H, S, Dv], lse [N, B, H, S])."""
     first = first_visible(rows)
 
     def alone(row: Rows) -> tuple[Array, Array]:
@@ -83,11 +83,16 @@ def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Ar
         return (keys, tiles.next_products(r, own.m, a)), _finish(state)
 
     if plan.superblocks == 1:
-        o, lse = jax.tree.map(lambda x: x[None], alone(jax.tree.map(lambda x: x[0], rows)))
-    else:
-        dim = rows.k.shape[-1]
-        init = tiles.zeros(rows.k, rows.k.shape), tiles.zeros(rows.k, (*rows.k.shape[:-2], dim, dim))
-        _, (o, lse) = lax.scan(step, init, (jnp.arange(plan.superblocks), rows))
+        return jax.tree.map(lambda x: x[None], alone(jax.tree.map(lambda x: x[0], rows)))
+    dim = rows.k.shape[-1]
+    init = tiles.zeros(rows.k, rows.k.shape), tiles.zeros(rows.k, (*rows.k.shape[:-2], dim, dim))
+    return lax.scan(step, init, (jnp.arange(plan.superblocks), rows))[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, call: PathCall, table: Array | None) -> tuple[Array, Array]:
+    compute = partial(_forward_rows, plan, call.precision, table)
+    o, lse = over_groups(compute, lay_out(plan, call, call.sharpens(table)))
     return uncut(o, call.q.shape[1]).astype(call.q.dtype), uncut(lse, call.q.shape[1])
 
 
@@ -111,8 +116,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def attend(call: PathCall, plan: Plan | None = None) -> tuple[Array, Array]:
     """(o [B, T, H, Dv] in q's dtype, lse [B, T, H] float32, float64 for float64 inputs)."""
+    batch, length, heads, dim = call.q.shape
     if plan is None:
-        plan = choose_plan(call.q.shape[1], call.q.shape[-1])
-    check_plan(plan, call.q.shape[1])
+        plan = choose_plan(length, dim, batch, heads)
+    check_plan(plan, length, batch)
     table = prior_table(plan, call)
     return _attend(plan, *tiles.vary_together((call.without_prior(), table)))

@@ -209,7 +209,7 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_the_same_token_again_and_again(beta: float) -> None:
     """4096 equal tokens in float32 and bfloat16: finite, close to float64, in both passes."""
     shape = Shape(1, 4096, 1, 64)
-    for dtype, limit in (("float32", 2e-3), ("bfloat16", 2e-2)):
+    for dtype, limit in (("float32", 5e-3), ("bfloat16", 2e-2)):
         for seed in range(2):
             arrays = draw(shape, seed, dtype=dtype, beta=(beta, beta), repeated=True, gates=False, sharpness=False)
             got = gradients(arrays, Options(), None)
