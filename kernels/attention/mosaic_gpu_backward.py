@@ -223,7 +223,8 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 where = pl.ds(tile * step, step)
                 k_bar = bar["k"].at[slot]
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
-                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, where, kv_head], buf["k"].at[slot], k_bar)
+                stored = pl.ds(tile * step + spec.key_offset(first), step)
+                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, stored, kv_head], buf["k"].at[slot], k_bar)
                 at = first + (spec.shift + spec.origin - step) - tile * step
                 if spec.prior:
                     copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], k_bar, tiles)

@@ -59,7 +59,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
     if spec.prior:
         buffers["table"] = table(tiles)
     if spec.gates:
-        outputs["gates"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_keys), jnp.float32)
+        outputs["gates"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_stored), jnp.float32)
         buffers["gate_sums"] = vector("gate_sums", groups, 64)
     out_names = list(outputs)
     copies = 1 + len(column_names) + copies_of_table(tiles) * spec.prior
@@ -77,8 +77,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         buf, bar = refs[len(names) + len(out_names) :]
         batch, kv_head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
         block = lax.axis_index("blocks")
-        first = block * tiles.rows
-        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.query_range(first, tiles))
+        first, stored, seen_by = spec.key_block(block, tiles)
+        walk_range = spec.within(inputs.get("bounds"), batch, lax.div(first, jnp.int32(tiles.rows)), seen_by)
         start, full_start, full_stop, stop = walk_range
         width = stop - start
         total = width * spec.group
@@ -90,9 +90,9 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         def _compute() -> None:
             plgpu.set_max_registers(240 if groups == 2 else 160, action="increase")
             base = first + wg * 64
-            here = pl.ds(base, 64)
-            for n in ("k", "v"):
-                plgpu.copy_gmem_to_smem(inputs[n].at[batch, here, kv_head], buf[n].at[wg], bar["k"].at[wg])
+            here, there = pl.ds(base, 64), pl.ds(stored + wg * 64, 64)
+            plgpu.copy_gmem_to_smem(inputs["k"].at[batch, there, kv_head], buf["k"].at[wg], bar["k"].at[wg])
+            plgpu.copy_gmem_to_smem(inputs["v"].at[batch, here, kv_head], buf["v"].at[wg], bar["k"].at[wg])
             for n in row_names:
                 copy_vector(inputs[n], n, batch, kv_head, here, buf[n].at[wg], bar["k"].at[wg])
             plgpu.barrier_wait(bar["k"].at[wg])
@@ -169,7 +169,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 if spec.gates:
                     buf["gate_sums"].at[wg][...] = gates[0]
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(buf["gate_sums"].at[wg], outs["gates"].at[batch, head, here])
+                    plgpu.copy_smem_to_gmem(buf["gate_sums"].at[wg], outs["gates"].at[batch, head, there])
                     plgpu.wait_smem_to_gmem(0)
 
             def walk(refs: Any) -> None:
@@ -182,8 +182,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             buf["k"].at[wg][...] = (dk * (1 / LOG2E if spec.sharpness else spec.scale)).astype(dtype)
             buf["v"].at[wg][...] = dv.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buf["k"].at[wg], outs["dk"].at[batch, here, kv_head])
-            plgpu.copy_smem_to_gmem(buf["v"].at[wg], outs["dv"].at[batch, here, kv_head])
+            plgpu.copy_smem_to_gmem(buf["k"].at[wg], outs["dk"].at[batch, there, kv_head])
+            plgpu.copy_smem_to_gmem(buf["v"].at[wg], outs["dv"].at[batch, there, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == groups)
@@ -213,7 +213,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         body,
         out_type=tuple(outputs.values()),
         scratch_types=(buffers, barriers),
-        grid=(spec.kv_heads, -(-spec.keys // tiles.rows), spec.batch),
+        grid=(spec.kv_heads, spec.key_blocks(tiles), spec.batch),
         grid_names=("heads", "blocks", "batch"),
         num_threads=groups + 1,
         thread_name="wg",

@@ -213,7 +213,8 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 where = pl.ds(tile * step, step)
                 k_bar = bar["k"].at[slot]
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
-                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, where, kv_head], buf["k"].at[slot], k_bar)
+                stored = pl.ds(tile * step + spec.key_offset(first), step)
+                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, stored, kv_head], buf["k"].at[slot], k_bar)
                 if spec.prior:
                     entry = first + (spec.shift + spec.origin - step) - tile * step
                     copy_table(inputs["table"].at[:, head], entry, buf["table"].at[slot], k_bar, tiles)

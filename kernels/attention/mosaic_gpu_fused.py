@@ -62,6 +62,15 @@ def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
     )
 
 
+def gradient_spec(options: Options, x: Leaves) -> tuple[Spec, tuple[int, ...]]:
+    """The spec of the backward kernels, and the places of the prior's parameters whose slope is the prior itself."""
+    spec = make_spec(options, x, sum(leaf[0].size for leaf in jax.tree.leaves(x["params"])))
+    if not (spec.folded and spec.prior) or spec.gates:
+        return spec, ()
+    own = own_slopes(options.log_prior, jax.tree.map(lambda leaf: leaf[0], x["params"]))
+    return replace(spec, slopes=spec.slopes - len(own), own_slope=bool(own)), own
+
+
 def distances(spec: Spec) -> Array:
     """Signed distance (key − query) of every table entry, kept inside what some query can see."""
     ahead = jnp.arange(spec.table_length, dtype=jnp.int32) - spec.origin
@@ -69,25 +78,25 @@ def distances(spec: Spec) -> Array:
     return -jnp.clip(ahead, 0 if spec.causal else -reach, reach)
 
 
-def _lines(x_BTH: Array, length: int, value: float = 0.0) -> Array:
+def lines(x_BTH: Array, length: int, value: float = 0.0) -> Array:
     """[B, T, H] -> [B, H, length]."""
     x = x_BTH.transpose(0, 2, 1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])), constant_values=value)
 
 
-def _copies(table: Array, tiles: Tiles) -> Array:
+def copies_of(table: Array, tiles: Tiles) -> Array:
     """[..., L] -> [..., copies, L]: the second one entry ahead, see `table_chunks`."""
     return jnp.stack([table, jnp.roll(table, -1, -1)] if tiles.pairs else [table], axis=-2)
 
 
 def _sharpness(options: Options, spec: Spec, x: Leaves) -> Array:
     """Sharpness [B, H, padded T], kept away from 0, where the kernels divide by it or multiply −inf."""
-    r = _lines(x["sharpness"], spec.padded_queries, 1.0)
+    r = lines(x["sharpness"], spec.padded_queries, 1.0)
     least = 1e-20 if options.sharpen_prior or not spec.offsets else 1e-6
     return jnp.where(jnp.abs(r) < least, jnp.where(r < 0, -least, least), r)
 
 
-def _inputs(options: Options, spec: Spec, x: Leaves) -> dict[str, Array]:
+def inputs_of(options: Options, spec: Spec, x: Leaves) -> dict[str, Array]:
     """What all three kernels read, besides the prior's table."""
     arrays = {n: x[n] for n in ("q", "k", "v")}
     if spec.sharpness:
@@ -98,7 +107,7 @@ def _inputs(options: Options, spec: Spec, x: Leaves) -> dict[str, Array]:
     if spec.gates:
         lengths = (spec.padded_queries, spec.padded_queries, spec.padded_keys, spec.padded_keys)
         for n, g, length in zip(("q_gate_hi", "q_gate_lo", "k_gate_hi", "k_gate_lo"), x["gates"], lengths, strict=True):
-            arrays[n] = _lines(g, length)
+            arrays[n] = lines(g, length)
     if spec.segments:
         for n, length in (("q_segments", spec.padded_queries), ("kv_segments", spec.padded_keys)):
             ids = jnp.where(x[n] < 0, -1 if n == "q_segments" else -2, x[n])
@@ -114,7 +123,7 @@ def _prior(options: Options, spec: Spec, x: Leaves) -> tuple[Array, Array]:
     return values, limit / jnp.maximum(1, jnp.abs(x["sharpness"]).max()) if spec.folded else limit
 
 
-def _table(options: Options, spec: Spec, x: Leaves) -> Array | None:
+def prior_table(options: Options, spec: Spec, x: Leaves) -> Array | None:
     """The prior of every head over distance, divided by the scale: float32 [H, table length]."""
     if not spec.prior:
         return None
@@ -122,7 +131,7 @@ def _table(options: Options, spec: Spec, x: Leaves) -> Array | None:
     return jnp.clip(values, -limit, limit) / spec.scale
 
 
-def _bounds(spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles) -> dict[str, Array]:
+def bounds_of(spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles) -> dict[str, Array]:
     return {"bounds": segment_bounds(x[mine], x[others], tiles.rows, tiles.step)} if spec.segments else {}
 
 
@@ -151,13 +160,13 @@ def fused(options: Options, x: Leaves) -> tuple[Array, Array]:
 
 def _forward(options: Options, x: Leaves) -> Any:
     spec, tiles = make_spec(options, x), options.tiles[0]
-    arrays = _inputs(options, spec, x)
+    arrays = inputs_of(options, spec, x)
     if spec.sharpness:
         arrays["negative"] = (arrays["factor"] < 0).any()[None].astype(jnp.int32)
-    arrays |= _bounds(spec, x, "q_segments", "kv_segments", tiles)
-    table = _table(options, spec, x)
+    arrays |= bounds_of(spec, x, "q_segments", "kv_segments", tiles)
+    table = prior_table(options, spec, x)
     if table is not None:
-        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+        arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     out, lse = forward(spec, tiles, arrays)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     natural = lse[:, :, : spec.queries].transpose(0, 2, 1) * math.log(2.0)
@@ -167,29 +176,24 @@ def _forward(options: Options, x: Leaves) -> Any:
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
     x, out, lse = residuals
     do, dlse = cotangents
-    leaves = jax.tree.leaves(x["params"])
-    spec = make_spec(options, x, sum(leaf[0].size for leaf in leaves))
-    own: tuple[int, ...] = ()
-    if spec.folded and spec.prior and not spec.gates:
-        own = own_slopes(options.log_prior, jax.tree.map(lambda leaf: leaf[0], x["params"]))
-        spec = replace(spec, slopes=spec.slopes - len(own), own_slope=bool(own))
-    arrays = _inputs(options, spec, x)
+    spec, own = gradient_spec(options, x)
+    arrays = inputs_of(options, spec, x)
     dlse = jnp.where(lse[:, :, : spec.queries].transpose(0, 2, 1) == -jnp.inf, 0, dlse)
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=-1)[:, : spec.queries] - dlse
-    delta = _lines(delta, spec.padded_queries)
+    delta = lines(delta, spec.padded_queries)
     real = (jnp.arange(spec.padded_queries) < spec.queries)[None, None, :]
     arrays |= {"do": do, "lse": jnp.where(real & (lse > -jnp.inf), lse, jnp.inf)}
-    table = _table(options, spec, x)
-    queries = _query_sums(options, spec, x, arrays, delta, table, own)
+    table = prior_table(options, spec, x)
+    queries = query_sums(options, spec, x, arrays, delta, table, own)
     if spec.gates:
         # d(logits) sum to dlse over the keys of a row; what is left is the rounding of the output in delta. It would
         # add up in the running sum behind the gates, so the keys get a delta without it.
-        delta = delta + jnp.where(real, queries["rows"] - _lines(dlse, spec.padded_queries), 0)
-    keys = _key_sums(spec, options.tiles[2], x, arrays, delta, table)
+        delta = delta + jnp.where(real, queries["rows"] - lines(dlse, spec.padded_queries), 0)
+    keys = key_sums(spec, options.tiles[2], x, arrays, delta, table)
     grads: Leaves = dict.fromkeys(x)
     grads |= {"q": queries["dq"], "k": keys["dk"], "v": keys["dv"]}
     if spec.prior:
-        grads["params"] = _parameter_gradients(spec, options.tiles[1].rows, x["params"], queries, own)
+        grads["params"] = parameter_gradients(spec, options.tiles[1].rows, x["params"], queries, own)
     if spec.sharpness:
         grads["sharpness"] = queries["sharpness"][:, :, : spec.queries].transpose(0, 2, 1) * spec.scale
     if spec.gates:
@@ -204,7 +208,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     return (grads,)
 
 
-def _parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Array], own: tuple[int, ...]) -> Any:
+def parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Array], own: tuple[int, ...]) -> Any:
     """The prior's gradients from its slopes' sums; `own`: places of the parameters whose slope is the prior itself."""
     size = spec.slopes + len(own)
     total = jnp.zeros((spec.heads, size), jnp.float32)
@@ -221,20 +225,20 @@ def _parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Arr
     return jax.vmap(unravel)(total)
 
 
-def _key_sums(
+def key_sums(
     spec: Spec, tiles: Tiles, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
 ) -> dict[str, Array]:
     arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
-    arrays |= _bounds(spec, x, "kv_segments", "q_segments", tiles)
+    arrays |= bounds_of(spec, x, "kv_segments", "q_segments", tiles)
     if table is not None:
-        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+        arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     return key_gradients(spec, tiles, arrays)
 
 
 SLOPES_AT_ONCE = 8
 
 
-def _query_sums(
+def query_sums(
     options: Options,
     spec: Spec,
     x: Leaves,
@@ -244,13 +248,13 @@ def _query_sums(
     own: tuple[int, ...],
 ) -> dict[str, Array]:
     tiles = options.tiles[1]
-    arrays = arrays | {"delta": delta} | _bounds(spec, x, "q_segments", "kv_segments", tiles)
+    arrays = arrays | {"delta": delta} | bounds_of(spec, x, "q_segments", "kv_segments", tiles)
     if table is not None:
-        arrays["table"] = _copies(table, tiles).transpose(1, 0, 2)
+        arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     if not spec.slopes:
         return query_gradients(spec, tiles, arrays)
     slopes = jnp.delete(_slopes(options, spec, x), np.array(own, np.int32), axis=0)
-    slopes = _copies(slopes, tiles).transpose(0, 2, 1, 3)
+    slopes = copies_of(slopes, tiles).transpose(0, 2, 1, 3)
     parts = []
     for first in range(0, spec.slopes, SLOPES_AT_ONCE):
         some = slopes[first : first + SLOPES_AT_ONCE]

@@ -101,6 +101,11 @@ class Spec:
         return -(-self.keys // 384) * 384
 
     @property
+    def padded_stored(self) -> int:
+        """Places in the array of keys, padded."""
+        return self.padded_keys
+
+    @property
     def origin(self) -> int:
         """Table index of distance 0 (query index − key index), chosen so that every slice starts on 16 bytes."""
         back = 768 if self.causal else self.padded_keys + 768 + max(-self.shift, 0)
@@ -141,6 +146,19 @@ class Spec:
             self.queries,
             ragged=False,
         )
+
+    def key_offset(self, first: Array) -> Array | int:
+        """Rows between a key's index and its place in the array of keys, for the block of queries at `first`."""
+        return 0
+
+    def key_blocks(self, tiles: Tiles) -> int:
+        """Blocks of the array of keys."""
+        return -(-self.keys // tiles.rows)
+
+    def key_block(self, block: Array, tiles: Tiles) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
+        """A block of keys: index of its first key, the place of that key in the array, tiles of queries that see it."""
+        first = block * tiles.rows
+        return first, first, self.query_range(first, tiles)
 
     def _range(
         self, zero: Array, low: Any, low_full: Any, high_full: Any, high: Any, step: int, length: int, ragged: bool
