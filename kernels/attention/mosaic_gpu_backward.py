@@ -4,6 +4,7 @@ The scores are recomputed from the saved log-sum-exp (FlashAttention-2, arXiv 23
 a second kernel (mosaic_gpu_backward_keys.py), so every sum has one owner and a fixed order: two runs agree bit for bit.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ ROW_INPUTS = ("lse", "delta", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_seg
 COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
 def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[str, Array]:
     """Gradients that are sums over keys, from blocks of queries.
 

@@ -1,5 +1,6 @@
 """Mosaic GPU attention backward over blocks of keys: dk, dv and the gates' gradient. Scores are held transposed."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ ROW_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
 COLUMN_INPUTS = ("lse", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
 def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[str, Array]:
     """Gradients that are sums over queries, from blocks of keys.
 

@@ -5,6 +5,7 @@ FlashAttention-3 (arXiv 2407.08608). Prior and gates are where the score accumul
 memory while the product with the values runs, and the tensor cores add them.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
 COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
 def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, Array]:
     """Output [B, T, H, D] in the inputs' type and base-2 log-sum-exp [B, H, padded T] float32 (−inf: nothing seen).
 
