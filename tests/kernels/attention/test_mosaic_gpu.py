@@ -1,6 +1,7 @@
 """The Mosaic GPU backend: refusals and tile walks on any machine, lowering on jax >= 0.11.2, numbers on a GPU."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,25 +192,46 @@ def test_table_slices_hold_every_pair(entries: int, pairs: bool) -> None:
         np.testing.assert_array_equal(buffer[at : at + 2], table[first + lower : first + lower + 2])
 
 
+def export_for_hopper(run: Any, *args: Any) -> Any:
+    """`run` lowered for an H200 on a machine that has none."""
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+        return jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=allowed)(*args)
+
+
 @NEW_JAX
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c.name in QUICK else [pytest.mark.slow]) for c in CHECKS], ids=lambda c: c.name
 )
 def test_lowers_for_hopper_without_one(case: bench_cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward reach the Mosaic custom call: layouts, barriers and copies are accepted."""
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-
     monkeypatch.setattr(mosaic_gpu, "supports", mosaic_gpu.refusal)
     x, other, cotangents = bench_cases.inputs(case)
-    run = jax.jit(bench.with_gradients(bench_cases.function(case, other, "mosaic_gpu")))
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        allowed = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
-        exported = jax.export.export(run, platforms=["cuda"], disabled_checks=allowed)(x, cotangents)
+    exported = export_for_hopper(bench.with_gradients(bench_cases.function(case, other, "mosaic_gpu")), x, cotangents)
     assert exported.mlir_module().count("mosaic_gpu_v2") >= 3
     shapes = jax.tree.leaves(jax.tree.map(lambda a: a.shape, (cotangents, x)))
     assert [n for aval in exported.out_avals for n in aval.shape] == shapes
+
+
+@NEW_JAX
+def test_layers_that_are_alike_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kernels however deep the model: each costs seconds to compile."""
+    monkeypatch.setattr(mosaic_gpu, "supports", mosaic_gpu.refusal)
+    x, other, (do, dlse) = bench_cases.inputs(next(c for c in CHECKS if c.name == "bam+ssmax"))
+    layer = bench_cases.function(next(c for c in CHECKS if c.name == "bam+ssmax"), other, "mosaic_gpu")
+
+    def three(x: Any) -> Any:
+        for _ in range(2):
+            x = x | {"q": layer(x)[0]}
+        return layer(x)
+
+    text = export_for_hopper(bench.with_gradients(three), x, (do, dlse)).mlir_module()
+    modules = re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)
+    assert len(modules) >= 3 and len(set(modules)) == 3
 
 
 def test_documentation_shows_the_committed_results() -> None:
