@@ -13,7 +13,7 @@ class Interval(NamedTuple):
     upper: float
 
 
-def wilson(successes: int, trials: int, z: float = Z95) -> Interval:
+def wilson(successes: float, trials: int, z: float = Z95) -> Interval:
     """Wilson's score interval of successes / trials (E. B. Wilson, JASA 22, 1927).
 
     The bounds are the p for which |successes/trials - p| = z √(p (1 - p) / trials). Unlike the interval around the

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from bampath.data import TokenCorpus, load_corpus
+from bampath.data import DataConfig, TokenCorpus, load_corpus
 from bampath.evaluation.command import add_checkpoint_options, fail_gracefully, load_reader, parse_lengths
 from bampath.evaluation.intervals import Z95
 from bampath.evaluation.reader import Reader
@@ -124,6 +124,11 @@ def loss_by_position(
     return PositionLoss(window, np.concatenate(totals), np.diff(np.append(edges, length)))
 
 
+def held_out(data: DataConfig, source: str | None) -> DataConfig:
+    """The data options whose validation part is another text, if there is one."""
+    return replace(data, validation_source=source) if source else data
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m bampath.evaluation.perplexity", description="Perplexity of held-out text by position."
@@ -143,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded, reader = load_reader(args)
     trained = loaded.config.model.train_length
     (length,), (window,) = parse_lengths(args.length, trained), parse_lengths(args.window, trained)
-    data = replace(loaded.config.data, validation_source=args.source) if args.source else loaded.config.data
-    corpus = load_corpus(data, "validation", loaded.tokenizer)
+    corpus = load_corpus(held_out(loaded.config.data, args.source), "validation", loaded.tokenizer)
     drop = (loaded.tokenizer.bos_id, loaded.tokenizer.eos_id) if args.cut == "across" else ()
     rows = rows_of(corpus, length, args.cut, limit=args.rows, drop=drop)
     print(f"{loaded.path}  {loaded.config.model.position}, trained at {trained} tokens, step {loaded.step}")

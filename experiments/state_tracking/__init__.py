@@ -1,0 +1,1 @@
+"""The state-tracking study; see README.md."""
