@@ -76,8 +76,13 @@ def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perp
     return figure
 
 
-def passkey_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey retrieval by length") -> Figure:
-    """Accuracy against prompt length, one line per case with Wilson's 95 % interval over all samples of all seeds."""
+def passkey_figure(
+    rows: Iterable[Row],
+    train_length: int,
+    title: str = "Passkey retrieval by length",
+    what: str = "keys found (all digits right)",
+) -> Figure:
+    """Accuracy (`what`) against prompt length, one line per case with Wilson's 95 % interval over all samples of all seeds."""
     cases = _group(rows, "case")
     names = short_names(cases)
     with _style():
@@ -96,13 +101,15 @@ def passkey_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey
         _training_line(axes, train_length, "trained up to here")
         _length_axis(axes, sorted(lengths), train_length)
         axes.set_ylim(-0.04, 1.06)
-        axes.set(xlabel="prompt length (tokens)", ylabel="keys found (all digits right)", title=title)
+        axes.set(xlabel="prompt length (tokens)", ylabel=what, title=title)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def heatmap_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey by length and depth") -> Figure:
-    """Share of keys found for each length (columns) and depth of the key (rows), one panel per case."""
+def heatmap_figure(
+    rows: Iterable[Row], train_length: int, title: str = "Passkey by length and depth", what: str = "keys found"
+) -> Figure:
+    """Share of `what` for each length (columns) and depth of the key (rows), one panel per case."""
     cases = _group(rows, "case")
     names = short_names(cases)
     columns = min(3, len(cases))
@@ -121,7 +128,7 @@ def heatmap_figure(rows: Iterable[Row], train_length: int, title: str = "Passkey
             panel.set_xlabel("prompt length (tokens)")
         if image is not None:
             bar = figure.colorbar(image, ax=panels, shrink=0.7, pad=0.02)
-            bar.set_label("keys found")
+            bar.set_label(what)
             bar.outline.set_visible(False)
         figure.suptitle(title, fontsize=11)
     return figure
