@@ -38,7 +38,8 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """The look of all figures, inside a with block."""
     with mpl.rc_context(_STYLE):
         yield
 
@@ -54,7 +55,7 @@ def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perp
     """Perplexity against position, one line per case (mean loss over seeds), the training length marked."""
     cases = _group(rows, "case")
     names = short_names(cases)
-    with _style():
+    with style():
         figure = Figure(figsize=(7.4, 4.2), layout="constrained")
         axes = figure.add_subplot()
         highest = 0.0
@@ -82,10 +83,10 @@ def passkey_figure(
     title: str = "Passkey retrieval by length",
     what: str = "keys found (all digits right)",
 ) -> Figure:
-    """Accuracy (`what`) against prompt length, one line per case with Wilson's 95 % interval over all samples of all seeds."""
+    """Accuracy (`what`) against prompt length, one line per case with Wilson's 95 % interval over all seeds."""
     cases = _group(rows, "case")
     names = short_names(cases)
-    with _style():
+    with style():
         figure = Figure(figsize=(7.4, 4.2), layout="constrained")
         axes = figure.add_subplot()
         lengths: set[int] = set()
@@ -113,7 +114,7 @@ def heatmap_figure(
     cases = _group(rows, "case")
     names = short_names(cases)
     columns = min(3, len(cases))
-    with _style():
+    with style():
         figure = Figure(figsize=(3.1 * columns + 0.6, 2.75 * -(-len(cases) // columns) + 0.5), layout="constrained")
         panels = figure.subplots(-(-len(cases) // columns), columns, squeeze=False, sharex=True, sharey=True)
         image = None
@@ -138,7 +139,7 @@ def prior_figure(rows: Iterable[Row], train_length: int, title: str = "Learned p
     """The normalised prior of every head by distance, one panel per layer, from rows of `Head.row`."""
     layers = _group(rows, "layer")
     columns = min(4, len(layers))
-    with _style():
+    with style():
         size = (3.5 * columns + 0.4, 3.0 * -(-len(layers) // columns) + 0.5)
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(-(-len(layers) // columns), columns, squeeze=False, sharex=True, sharey=True)
@@ -170,7 +171,7 @@ def exponent_figure(rows: Iterable[Row], title: str = "What the heads have learn
     if not points:
         raise ValueError("no head has theta_alpha and theta_beta: the scheme has no GGD-BAM prior")
     of = lambda own, name: [row["parameters"][f"bam/{name}"] for row in own]
-    with _style():
+    with style():
         figure = Figure(figsize=(6.6, 4.0), layout="constrained")
         axes = figure.add_subplot()
         for index, (layer, own) in enumerate(_group(points, "layer").items()):
