@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -82,8 +82,13 @@ def difference(a: Info, b: Info) -> dict[str, list[str]]:
     """What differs between two checkpoints, in words: configuration, arrays, and facts such as the step."""
     left, right = flat(config_of(a)), flat(config_of(b))
     keys = [f"{key}: {left[key]!r} → {right[key]!r}" for key in left if left[key] != right[key]]
-    names = ("step", "tokenizer", "data", "versions")
-    other = [f"{n}: {getattr(a, n)} → {getattr(b, n)}" for n in names if getattr(a, n) != getattr(b, n)]
+    one, two = _facts(a), _facts(b)
+    missing = "nothing"
+    other = [
+        f"{name}: {one.get(name, missing)} → {two.get(name, missing)}"
+        for name in dict.fromkeys([*one, *two])
+        if one.get(name, missing) != two.get(name, missing)
+    ]
     arrays = checkpoint.differences(a.params, b.params, "the first", "the second")
     state = checkpoint.differences(a.state, b.state, "the first", "the second")
     return {"configuration": keys, "parameters": arrays, "state": state, "facts": other}
@@ -92,6 +97,20 @@ def difference(a: Info, b: Info) -> dict[str, list[str]]:
 def config_of(info: Info) -> Config:
     """The configuration that a checkpoint was trained with."""
     return from_json(json.dumps(info.config))
+
+
+def _facts(info: Info) -> dict[str, Any]:
+    """Step, tokenizer, data state and versions under dotted names: {"data.identity.seed": 0, …}."""
+    nested = {"step": info.step, "tokenizer": info.tokenizer, "data": info.data, "versions": info.versions}
+    return dict(_leaves(nested, ""))
+
+
+def _leaves(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -103,9 +122,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="every layer, and the optimiser's arrays")
     parser.add_argument("--keys", type=int, default=0, help="keys that a query sees; default: the training length")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if len(options.checkpoints) != (2 if options.diff else 1):
-        parser.error(f"{'--diff takes two checkpoints' if options.diff else 'one checkpoint is inspected at a time'}")
+        given = f"got {len(options.checkpoints)}: {' '.join(options.checkpoints)}"
+        parser.error(
+            f"--diff compares two checkpoints, as in --diff A B; {given}"
+            if options.diff
+            else f"one checkpoint is inspected at a time (--diff A B compares two); {given}"
+        )
     return options
 
 

@@ -42,6 +42,9 @@ def override(config: T, overrides: Sequence[str], aliases: Mapping[str, str]) ->
     types_of = dict(keys(type(config)))
     for key, text in split_overrides(overrides, aliases):
         if key not in types_of:
+            inside = [name for name in types_of if name.startswith(f"{key}.")]
+            if inside:
+                raise ValueError(f"{key} is a section: set its keys one by one, {', '.join(inside)}")
             raise ValueError(unknown_key(key, [*types_of, *aliases]))
         *path, last = key.split(".")
         section = values

@@ -22,9 +22,12 @@ class Tokenizer(Protocol):
 
     bos_id and eos_id are None where the vocabulary has no such token. pad_id is always a legal id (padding carries no
     loss and is seen by nobody, so it may be any). fingerprint changes exactly when the mapping from text to ids can.
+    file: (name, content) of the file that it was read from, for a copy that `load_tokenizer` reads as well; None if
+    there is no file.
     """
 
     name: str
+    file: tuple[str, bytes] | None
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
@@ -46,6 +49,7 @@ class ByteTokenizer:
     """
 
     name = "bytes"
+    file: tuple[str, bytes] | None = None
     vocab_size = 259
     bos_id: int | None = 256
     eos_id: int | None = 257
@@ -99,6 +103,7 @@ class HuggingFaceTokenizer:
         if single_digits:
             self._split_digits(path)
         self.name = f"huggingface:{Path(path).name}"
+        self.file: tuple[str, bytes] | None = ("tokenizer.json", data)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id = self._special(path, "bos_token", bos, BOS_NAMES)
         self.eos_id = self._special(path, "eos_token", eos, EOS_NAMES)
@@ -153,6 +158,7 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
         self.name = f"sentencepiece:{Path(path).name}"
+        self.file: tuple[str, bytes] | None = ("tokenizer.model", data)
         self.vocab_size = self._model.get_piece_size()
         self.bos_id = _declared(self._model.bos_id())
         self.eos_id = _declared(self._model.eos_id())

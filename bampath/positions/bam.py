@@ -60,6 +60,7 @@ class BAM(Part):
     """
 
     NAME: ClassVar[str] = "bam"
+    BY_HAND: ClassVar[tuple[str, ...]] = ("theta_mu",)  # of a frozen shift that is not at 0
 
     init: Literal["uniform", "laplace", "slopes", "linear", "sampled"] = option(
         "uniform",
@@ -89,7 +90,7 @@ class BAM(Part):
             "theta_alpha": params["theta_alpha"],
             "theta_beta": jnp.clip(beta, -BETA_LIMIT, BETA_LIMIT) if self.guard == "clip" else beta,
         }
-        if "theta_mu" in params:  # a frozen shift may still be given by hand
+        if "theta_mu" in params:
             theta_mu = params["theta_mu"]
             kernel["mu"] = 2 * jnp.sinh(theta_mu if self.mu == "trainable" else jax.lax.stop_gradient(theta_mu))
         return kernel

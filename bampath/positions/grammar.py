@@ -36,6 +36,8 @@ def _term(text: str, spec: str) -> Term:
     match = _TERM.fullmatch(text)
     if match is None:
         raise ValueError(f"{spec!r}: cannot read {text.strip()!r}; {GRAMMAR}")
+    if match[2] is not None and not match[2].strip():
+        raise ValueError(f"{spec!r}: the parentheses of {match[1]}() are empty; write {match[1]}, or options in them")
     main, named = None, []
     pieces = _split(match[2], ",", spec) if match[2] is not None else []
     for index, piece in enumerate(pieces):

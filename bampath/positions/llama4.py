@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from bampath.positions.options import option
-from bampath.positions.sharpness import sharpen
+from bampath.positions.sharpness import refuse_idle_inside, sharpen
 from bampath.positions.slots import Geometry, Part, SlotName, Slots, Tokens
 
 Array = jax.Array
@@ -33,6 +33,9 @@ class Llama4(Part):
             raise ValueError(f"llama4: floor is {self.floor} but must be at least 1")
         if self.scale < 0:
             raise ValueError(f"llama4: scale is {self.scale} but must not be negative")
+
+    def check(self, others: tuple[Part, ...]) -> None:
+        refuse_idle_inside(self, others)
 
     def fill(
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any

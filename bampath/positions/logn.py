@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bampath.positions.options import option
-from bampath.positions.sharpness import sharpen
+from bampath.positions.sharpness import refuse_idle_inside, sharpen
 from bampath.positions.slots import Geometry, Part, SlotName, Slots, Tokens
 
 Array = jax.Array
@@ -34,6 +34,9 @@ class LogN(Part):
     def validate(self) -> None:
         if self.length is not None and self.length < 2:
             raise ValueError(f"logn: length is {self.length} but must be at least 2")
+
+    def check(self, others: tuple[Part, ...]) -> None:
+        refuse_idle_inside(self, others)
 
     def fill(
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any

@@ -16,7 +16,7 @@ from bampath.positions import options
 from bampath.positions.alibi import ALiBi
 from bampath.positions.bam import BAM
 from bampath.positions.fox import FoX
-from bampath.positions.grammar import Term, parse_pattern
+from bampath.positions.grammar import GRAMMAR, Term, parse_pattern
 from bampath.positions.kerple import Kerple
 from bampath.positions.learned import Learned
 from bampath.positions.llama4 import Llama4
@@ -58,6 +58,7 @@ PARTS: dict[str, type[Part]] = {
 }
 _SLOT_ORDER: tuple[SlotName, ...] = get_args(SlotName)
 _NAME_ORDER = {name: rank for rank, name in enumerate(PARTS)}
+_SMALLEST = Geometry(dim=2, heads=1, kv_heads=1, head_dim=2)  # enough to ask a part for its parameters' names
 _EXCLUSIVE: tuple[SlotName, ...] = ("transport", "sharpness", "visibility")
 
 
@@ -117,12 +118,14 @@ class Composition:
         """The product of the distance priors of all parts, for `kernels.attention`; None without one.
 
         params: {part name: its parameters}, boxed or not, or the parameters of the only prior alone; parts that learn
-        nothing need none. Gates are no function of distance and are not in it. ValueError if parameters are missing.
+        nothing need none. Gates are no function of distance and are not in it. ValueError if parameters are missing or
+        have a name that does not exist.
         """
         having = [part for part in self.layer_parts if type(part).log_prior is not Part.log_prior]
         given = {} if params is None else unbox(params)
         if not isinstance(given, dict):
             raise TypeError(f"params is a {type(given).__name__}; it must be a dict of parameters")
+        _refuse_unknown_params(self, given)
         own = [_own_params(part, given, alone=len(having) == 1) for part in having]
         known = {leaf.shape[0] for leaf in jax.tree.leaves(own)} | ({heads} if heads is not None else set())
         if len(known) > 1:
@@ -237,6 +240,8 @@ def parse(spec: str) -> Scheme:
     """
     if not isinstance(spec, str):
         raise TypeError(f"spec is a {type(spec).__name__}; it must be a string such as 'bam+ssmax'")
+    if not spec.strip():
+        raise ValueError(f"position spec {spec!r} is empty; {GRAMMAR}. Parts: {', '.join(PARTS)}")
     pattern = parse_pattern(spec)
     try:
         return Scheme(tuple(Composition(tuple(_part(term) for term in terms)) for terms in pattern))
@@ -302,9 +307,31 @@ def _shortest_period(layers: tuple[Composition, ...]) -> tuple[Composition, ...]
     return layers
 
 
+def _refuse_unknown_params(composition: Composition, given: dict[str, Any]) -> None:
+    """ValueError for a name in {part: {parameter: …}} or {parameter: …} that means nothing.
+
+    Parameters of parts that this composition lacks may stand there: a prior can be looked at without the others.
+    """
+    names = {part.NAME: [*part.parameters(_SMALLEST), *part.BY_HAND] for part in composition.parts}
+    flat = list(dict.fromkeys(own for part in names.values() for own in part))
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            _refuse_unknown(name, flat, f"{composition.name} has no parameter")
+        elif name in names:
+            for inner in value:
+                _refuse_unknown(inner, names[name], f"{name} has no parameter")
+        else:
+            _refuse_unknown(name, list(PARTS), "there is no part")
+
+
+def _refuse_unknown(name: str, known: list[str], what: str) -> None:
+    if name not in known:
+        raise ValueError(f"{what} {name!r}{_nearest(name, known)}; there are: {', '.join(known) or 'none'}")
+
+
 def _own_params(part: Part, given: dict[str, Any], alone: bool) -> dict[str, Array]:
     """The parameters of one part out of {part name: params}, or out of bare parameters if no other part has a prior."""
-    needed = set(part.parameters(Geometry(dim=2, heads=1, kv_heads=1, head_dim=2)))
+    needed = set(part.parameters(_SMALLEST))
     own = given.get(part.NAME, given if alone and not set(given) & set(PARTS) else {})
     missing = sorted(needed - set(own))
     if missing:

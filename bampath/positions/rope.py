@@ -92,6 +92,12 @@ class RoPE(Part):
                 raise ValueError(
                     f"rope: option {name} has no effect with scaling={self.scaling}; it is read by {', '.join(readers)}"
                 )
+        idle = self.factor == 1 and self.length is None and self.attention_factor in (None, 1)
+        if self.scaling != "none" and idle:
+            raise ValueError(
+                f"rope: scaling={self.scaling} has no effect with factor 1; give factor, the stretch of the context, "
+                f"as in rope(scaling={self.scaling},factor=4)"
+            )
         rules = [
             ("base", self.base > 1, "greater than 1"),
             ("factor", self.factor >= 1, "at least 1"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from bampath.positions.slots import Geometry, Slots
+from bampath.positions.slots import Geometry, Part, Slots
 
 Array = jax.Array
 
@@ -17,3 +17,13 @@ def sharpen(slots: Slots, factor: Array, geometry: Geometry, inside: bool) -> Sl
     """
     shape = (*factor.shape[:2], geometry.heads)
     return replace(slots, sharpness=jnp.broadcast_to(factor, shape), sharpen_prior=inside)
+
+
+def refuse_idle_inside(part: Part, others: tuple[Part, ...]) -> None:
+    """ValueError if `inside` was changed on a part that has no prior beside it: both values are the same function."""
+    changed = getattr(part, "inside") != type(part).__dataclass_fields__["inside"].default  # noqa: B009
+    if changed and not any(other.SLOT == "prior" for other in others):
+        raise ValueError(
+            f"{part.spec}: option inside says whether a prior is scaled, and has no effect without one; drop it, or "
+            "add a prior such as alibi, bam or fox"
+        )

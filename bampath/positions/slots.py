@@ -24,6 +24,7 @@ from flax import struct
 from bampath.params import Role, tagged
 from bampath.positions import options
 from bampath.positions.priors import PartPrior, combine
+from bampath.sharding import weight
 from kernels.attention.api import DistancePrior
 
 Array = jax.Array
@@ -108,6 +109,7 @@ class Part:
     MAIN: ClassVar[str | None] = None  # the option that a spec may give without its name, as in window(512)
     GATES: ClassVar[bool] = False  # fills log_gates
     CARRIES_KEYS: ClassVar[bool] = False  # a cache must keep its keys carried to the newest token, in float32
+    BY_HAND: ClassVar[tuple[str, ...]] = ()  # what `distance_prior` takes beside the parameters, if it is given
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -177,7 +179,7 @@ class Part:
 def _declare(module: nn.Module, part: Part, geometry: Geometry) -> dict[str, Array]:
     """Declare a part's parameters on a module: float32 whatever the compute dtype, tagged with axes and role."""
     return {
-        name: module.param(name, tagged(p.init, p.axes, p.role), p.shape, jnp.float32)
+        name: weight(module.param(name, tagged(p.init, p.axes, p.role), p.shape, jnp.float32), p.axes, p.role)
         for name, p in part.parameters(geometry).items()
     }
 

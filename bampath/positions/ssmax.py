@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bampath.positions.options import option
-from bampath.positions.sharpness import sharpen
+from bampath.positions.sharpness import refuse_idle_inside, sharpen
 from bampath.positions.slots import Geometry, Param, Part, SlotName, Slots, Tokens
 
 Array = jax.Array
@@ -44,6 +44,9 @@ class SSMax(Part):
         "document",
         doc="n counts the visible keys of the document, or every token of the row so far (BAM's code at inference)",
     )
+
+    def check(self, others: tuple[Part, ...]) -> None:
+        refuse_idle_inside(self, others)
 
     def start(self, geometry: Geometry) -> float:
         """The initial s."""

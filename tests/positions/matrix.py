@@ -14,7 +14,6 @@ from bampath.positions.slots import Part
 COMPOSITIONS = [
     "nope+ssmax",
     "rope+ssmax",
-    "rope+ssmax(inside=false)",
     "rope+window(5)",
     "sinusoidal+ssmax",
     "learned+alibi",
@@ -33,12 +32,14 @@ COMPOSITIONS = [
 
 
 def _example_options(part: type[Part], field: "dataclasses.Field[object]") -> list[str]:
+    examples = [text for other in dataclasses.fields(part) for text in other.metadata["examples"]]
+    shown = {item for text in examples for item in text.split(",")}
     enumerated = [
         f"{field.name}={options.format_value(value)}"
         for value in options.choices(options.hints(part)[field.name])
         if value != field.default
-    ]
-    return enumerated + list(field.metadata["examples"])
+    ]  # a value that an example shows may need the example's other options to have any effect
+    return [text for text in enumerated if text not in shown] + list(field.metadata["examples"])
 
 
 def _accompanied(part: type[Part], inner: str) -> str:

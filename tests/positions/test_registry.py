@@ -128,14 +128,20 @@ ERRORS = [
     ("logn(1)", ["length is 1"]),
     ("llama4(floor=0)", ["floor is 0"]),
     ("llama4(scale=-1)", ["scale is -1"]),
-    ("", ["missing", "a spec is"]),
+    ("", ["'' is empty", "a spec is", *PARTS]),
+    (" ", ["' ' is empty"]),
     ("rope+", ["missing around '+'"]),
     ("rope,,nope", ["missing around ','"]),
     ("rope((1))", ["parentheses"]),
     ("rope(1", ["parentheses"]),
     ("rope)", ["parentheses"]),
     ("rope nope", ["cannot read 'rope nope'"]),
-    ("rope()", ["missing"]),
+    ("rope()", ["the parentheses of rope() are empty"]),
+    ("rope(scaling=linear)", ["scaling=linear has no effect with factor 1", "factor=4"]),
+    ("rope(scaling=yarn,attention_factor=1)", ["scaling=yarn has no effect"]),
+    ("nope+ssmax(inside=false)", ["ssmax(inside=false)", "no effect without one", "alibi"]),
+    ("rope+logn(inside=true)", ["option inside", "no effect"]),
+    ("alibi,rope+llama4(inside=true)", ["option inside", "no effect"]),
     ("bam(init=)", ["cannot read option 'init='"]),
     ("bam(init=laplace,sampled)", ["cannot read option 'sampled'", "name=value"]),
     ("0*rope", ["between 1 and 1000, not 0"]),
@@ -237,6 +243,32 @@ class TestLogPrior:
                 parse(spec).log_prior({}, jnp.arange(2), jnp.arange(2))
         with pytest.raises(ValueError, match=r"disagree on the number of heads: \[2, 3\]"):
             parse("bam").log_prior(self.params, jnp.arange(2), jnp.arange(2), heads=3)
+
+    @pytest.mark.parametrize(
+        ("spec", "params", "message"),
+        [
+            ("bam", {"theta_alpha": 0, "theta_beta": 1, "theta_muu": 2}, r"no parameter 'theta_muu'.*mean 'theta_mu'"),
+            (
+                "bam",
+                {"bam": {"theta_alpha": 0, "theta_beta": 1, "thta_mu": 2}},
+                r"bam has no parameter 'thta_mu'.*_mu'",
+            ),
+            ("bam", {"bam": {"theta_alpha": 0, "theta_beta": 1}, "kerpel": {}}, r"no part 'kerpel'.*'kerple'"),
+            ("alibi", {"slope": 2}, r"alibi has no parameter 'slope'; there are: none"),
+            ("bam+ssmax", {"theta_alpha": 0, "theta_beta": 1, "scales": 2}, r"no parameter 'scales'.*'scale'"),
+        ],
+    )
+    def test_names_that_nothing_has_are_refused(self, spec, params, message):
+        values = jax.tree.map(lambda value: jnp.full((2,), float(value)), params)
+        with pytest.raises(ValueError, match=message):
+            parse(spec).log_prior(values, jnp.arange(2), jnp.arange(2), heads=2)
+
+    def test_what_may_be_given_beside_the_prior(self):
+        at = jnp.arange(3)
+        moved = parse("bam+ssmax").log_prior(
+            {**self.params, "theta_mu": jnp.full((2,), 0.5), "scale": jnp.ones(2)}, at, at
+        )
+        assert float(jnp.abs(moved - parse("bam").log_prior(self.params, at, at)).max()) > 0.1
 
     def test_wrong_arguments(self):
         with pytest.raises(ValueError, match="missing: theta_beta"):

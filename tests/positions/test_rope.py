@@ -180,12 +180,12 @@ def test_known_llama31_frequencies():
     np.testing.assert_allclose(scaled[35:], plain[35:] / 8, rtol=1e-15)
 
 
-def test_factor_one_changes_nothing():
+def test_rescalings_begin_at_plain_rope():
     plain = rope_frequencies(RoPE(), 64, 512)[0]
     for scaling in ("linear", "ntk", "yarn", "llama3"):
-        got, amplitude = rope_frequencies(RoPE(scaling=scaling), 64, 512)
-        np.testing.assert_allclose(got, plain, rtol=1e-15)
-        assert amplitude == 1.0
+        got, amplitude = rope_frequencies(RoPE(scaling=scaling, factor=1 + 1e-12), 64, 512)
+        np.testing.assert_allclose(got, plain, rtol=1e-11)
+        assert amplitude == pytest.approx(1.0, abs=1e-12)
 
 
 def test_attention_factor_multiplies_queries_and_keys():
@@ -202,7 +202,7 @@ def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="even head_dim, got 5"):
         _fill("rope", q, q, np.asarray([[0, 1]]))
     with pytest.raises(ValueError, match="head_dim >= 4"):
-        rope_frequencies(RoPE(scaling="ntk"), 2, 512)
+        rope_frequencies(RoPE(scaling="ntk", factor=2), 2, 512)
 
 
 def test_rotation_keeps_float64():

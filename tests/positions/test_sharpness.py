@@ -97,12 +97,12 @@ def test_scale_and_bias_per_head():
 @pytest.mark.parametrize(
     ("spec", "inside"),
     [
-        ("ssmax", True),
-        ("ssmax(inside=false)", False),
-        ("logn", False),
-        ("logn(inside=true)", True),
-        ("llama4", False),
-        ("llama4(inside=true)", True),
+        ("alibi+ssmax", True),
+        ("alibi+ssmax(inside=false)", False),
+        ("alibi+logn", False),
+        ("alibi+logn(inside=true)", True),
+        ("alibi+llama4", False),
+        ("alibi+llama4(inside=true)", True),
     ],
 )
 def test_what_is_sharpened(spec, inside):
