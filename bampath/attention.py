@@ -19,8 +19,9 @@ from bampath.params import tagged
 from bampath.positions.module import PositionalEncoding
 from bampath.positions.registry import Composition
 from bampath.positions.slots import Geometry, Slots, Tokens
+from bampath.sharding import weight
+from bampath.sharding.attention import attend
 from kernels.attention.api import attention
-from kernels.path.api import path_attention
 from kernels.path.decode import path_extend
 
 Array = jax.Array
@@ -111,11 +112,13 @@ class Attention(nn.Module):
         else:
             cache = replace(cache, carry=carry or {})
             o_BTHK, cache = attend_cache(slots, v, cache, view, self.config.attention_impl)
-        return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), self.out.astype(x_BTD.dtype)), cache
+        out = weight(self.out.astype(x_BTD.dtype), ("heads", None, "embed"))
+        return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), out), cache
 
     def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        weights = (self.query, self.key, self.value)
-        q, k, v = (jnp.einsum("btd,dhk->bthk", x_BTD, w.astype(x_BTD.dtype)) for w in weights)
+        matrices = ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
+        weights = (weight(w.astype(x_BTD.dtype), ("embed", heads, None)) for w, heads in matrices)
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x_BTD, w) for w in weights)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         return q, k, v
@@ -123,14 +126,16 @@ class Attention(nn.Module):
 
 def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | None) -> Array:
     """Self-attention of whole rows (training and evaluation without a cache) -> [B, T, H, D]."""
-    common: dict[str, Any] = {
+    arrays: dict[str, Any] = {
+        "q": slots.q,
+        "k": slots.k,
+        "v": v,
         "prior": slots.prior,
         "log_gates": slots.log_gates,
         "sharpness": slots.sharpness,
-        "sharpen_prior": slots.sharpen_prior,
         "segment_ids": tokens.ids if tokens.packed else None,
-        "implementation": implementation,
     }
+    options: dict[str, Any] = {"sharpen_prior": slots.sharpen_prior, "implementation": implementation}
     if slots.householder is not None:
         if tokens.custom or slots.window is not None:
             raise ValueError(
@@ -138,9 +143,9 @@ def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | 
                 f"(positions given: {tokens.custom}, window={slots.window})"
             )
         w, beta = slots.householder
-        return path_attention(slots.q, slots.k, v, w, beta, scale_gates=slots.scale_gates, **common)
-    positions = tokens.positions if tokens.custom else None
-    return attention(slots.q, slots.k, v, positions=positions, kv_positions=positions, window=slots.window, **common)
+        return attend(arrays | {"w": w, "beta": beta}, scale_gates=slots.scale_gates, **options)
+    arrays["positions"] = tokens.positions if tokens.custom else None
+    return attend(arrays, window=slots.window, **options)
 
 
 def attend_cache(

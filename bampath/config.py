@@ -11,7 +11,7 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from bampath import overrides as _overrides
@@ -28,6 +28,8 @@ class ModelConfig:
 
     init: "torch" (uniform ±1/√fan_in, embeddings N(0, 1)) or "normal" (N(0, init_std)); dtype: the compute dtype, the
     parameters themselves are float32; train_length: the context in training, which some positional schemes use.
+    scan: layers run as one compiled loop over stacked weights (made in each step from the layers' own), so that compile
+    time does not grow with depth; the same numbers.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class ModelConfig:
     init_std: float = 0.02
     dtype: Dtype = "float32"
     remat: Remat = "none"
+    scan: bool = False
     attention_impl: str | None = None
 
     def __post_init__(self) -> None:
@@ -135,16 +138,40 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """Over how many devices a run is spread: data × fsdp × tensor × context (docs/scaling.md).
+
+    data: the rows of a batch; fsdp: rows as well, with parameters and optimiser state cut up and gathered layer by
+    layer; tensor: heads and the width of the MLP; context: the tokens of a row.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(self, "data", "fsdp", "tensor", "context")
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.data * self.fsdp * self.tensor * self.context
+
+
+@dataclass(frozen=True)
 class Config:
-    """Everything that a run needs: the model, its data, its optimiser and the loop."""
+    """Everything that a run needs: the model, its data, its optimiser, the loop and the devices."""
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
         _divides("data.batch_size", self.data.batch_size, "train.accumulate", self.train.accumulate)
+        _spreads_evenly(self)
 
 
 ALIASES = {"position": "model.position"}
@@ -218,7 +245,8 @@ def describe(config: Config, base: Config | None = None) -> str:
 
 def reference() -> str:
     """Every key with its type and default, under the explanation of its section: the text of a command's help."""
-    sections = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+    hints = get_type_hints(Config)
+    sections = {field.name: hints[field.name] for field in fields(Config)}
     blocks = []
     for section, cls in sections.items():
         lines = [f"{section}.*", textwrap.indent(inspect.cleandoc(cls.__doc__ or ""), "  "), ""]
@@ -243,6 +271,20 @@ def _not_negative(config: Any, *names: str) -> None:
 def _divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if divisor <= 0 or value % divisor:
         raise ValueError(f"{name}={value} is not divisible by {divisor_name}={divisor}")
+
+
+def _spreads_evenly(config: Config) -> None:
+    """ValueError for a dimension that its mesh axes do not divide: XLA would pad it, or keep it whole, silently."""
+    model, data, mesh = config.model, config.data, config.mesh
+    rows = data.batch_size // config.train.accumulate
+    for name in ("heads", "kv_heads", "mlp_dim", "vocab_size"):
+        _divides(f"model.{name}", getattr(model, name), "mesh.tensor", mesh.tensor)
+    _divides("model.dim", model.dim, "mesh.fsdp", mesh.fsdp)
+    _divides("data.batch_size / train.accumulate", rows, "mesh.data × mesh.fsdp", mesh.data * mesh.fsdp)
+    if mesh.context > 1:  # two chunks per device
+        _divides("data.sequence_length", data.sequence_length, "2 × mesh.context", 2 * mesh.context)
+    tokens = mesh.context * mesh.tensor
+    _divides("data.sequence_length", data.sequence_length, "mesh.context × mesh.tensor", tokens)
 
 
 def _choices(config: Any, section: str) -> None:

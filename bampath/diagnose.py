@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from bampath import sharding
 from bampath.checkpoint import index
 from bampath.config import Config
 from bampath.step import Batch, Declared, Report, TrainState, build_model
@@ -40,7 +41,7 @@ def explain(config: Config, declared: Declared, report: Report, batch: Batch, st
 
 def first_bad_module(config: Config, params: Any, batch: Batch) -> str | None:
     """Path of the first module, in order of completion, that returns something not finite; None if all are finite."""
-    model = build_model(replace(config, model=replace(config.model, remat="none")))
+    model = build_model(replace(config, model=replace(config.model, remat="none", scan=False)))
     names: list[str] = []
 
     @jax.jit
@@ -56,7 +57,7 @@ def first_bad_module(config: Config, params: Any, batch: Batch) -> str | None:
                 flags.append(jnp.isfinite(leaf).all())
             return output
 
-        with nn.intercept_methods(look):
+        with nn.intercept_methods(look), sharding.use(sharding.mesh_of(config)):
             model.apply({"params": params}, part["tokens"], part.get("segment_ids"), method="features")
         return jnp.stack(flags)
 

@@ -18,6 +18,7 @@ from bampath.params import tagged
 from bampath.positions.module import InputEmbedding, shared_modules
 from bampath.positions.registry import Scheme, parse
 from bampath.positions.slots import Geometry
+from bampath.sharding import constrain, lookup, weight
 
 Array = jax.Array
 
@@ -35,13 +36,14 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
         c = self.config
-        gate = self._matrix("gate", (c.dim, c.mlp_dim), ("embed", "mlp")).astype(x_BTD.dtype)
-        up = self._matrix("up", (c.dim, c.mlp_dim), ("embed", "mlp")).astype(x_BTD.dtype)
-        down = self._matrix("down", (c.mlp_dim, c.dim), ("mlp", "embed")).astype(x_BTD.dtype)
+        gate = self._matrix("gate", (c.dim, c.mlp_dim), ("embed", "mlp"), x_BTD.dtype)
+        up = self._matrix("up", (c.dim, c.mlp_dim), ("embed", "mlp"), x_BTD.dtype)
+        down = self._matrix("down", (c.mlp_dim, c.dim), ("mlp", "embed"), x_BTD.dtype)
         return (nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
 
-    def _matrix(self, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Array:
-        return self.param(name, tagged(weight_init(self.config, shape[0]), axes, "matrix"), shape)
+    def _matrix(self, name: str, shape: tuple[int, int], axes: tuple[str, str], dtype: Any) -> Array:
+        value = self.param(name, tagged(weight_init(self.config, shape[0]), axes, "matrix"), shape)
+        return weight(value.astype(dtype), axes)
 
 
 class Block(nn.Module):
@@ -63,8 +65,8 @@ class Block(nn.Module):
         self, x_BTD: Array, tokens: RowTokens, cache: LayerCache | None = None, view: View | None = None
     ) -> tuple[Array, LayerCache | None]:
         y_BTD, cache = self.attention(self.attention_norm(x_BTD), tokens, cache, view)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+        x_BTD = constrain(x_BTD + y_BTD, "batch", "length", None)
+        return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD)), "batch", "length", None), cache
 
 
 class LM(nn.Module):
@@ -86,9 +88,7 @@ class LM(nn.Module):
         )
         self.input_position = InputEmbedding(self.scheme, geometry_of(c, 0))
         self.shared_position = shared_modules(self.scheme, geometry_of(c, 0))
-        block = Block
-        if c.remat != "none":
-            block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=True)
+        block = Block if c.remat == "none" else rematerialised(c.remat, prevent_cse=True)
         self.layer = [block(c, self.scheme, i, self.shared_position) for i in range(c.layers)]
         self.final_norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
@@ -103,9 +103,27 @@ class LM(nn.Module):
         """Final normed hidden states [B, T, dim] in the compute dtype: what the chunked loss multiplies by the head."""
         row = row_tokens(tokens, segment_ids, positions)
         x_BTD = self._embed(tokens, row.positions)
+        if model_config(self.config).scan and not self.is_initializing():
+            return self.final_norm(self._scan(x_BTD, row))
         for layer in self.layer:
             x_BTD, _ = layer(x_BTD, row)
         return self.final_norm(x_BTD)
+
+    def _scan(self, x_BTD: Array, row: RowTokens) -> Array:
+        """All layers as one loop: its body is one period of the pattern of schemes, its weights are stacked here."""
+        c = model_config(self.config)
+        params, period = self.variables["params"], scan_period(c)
+        block = Block if c.remat == "none" else rematerialised(c.remat, prevent_cse=False)  # a loop hides it from CSE
+        layers = [block(c, self.scheme, i, parent=None) for i in range(period)]
+
+        def body(x: Array, weights: list[Any]) -> tuple[Array, None]:
+            for layer, own in zip(layers, weights, strict=True):
+                x, _ = layer.apply({"params": own}, x, row)
+            return x, None
+
+        stack = lambda *leaves: jnp.stack(leaves)
+        turns = [[params[f"layer_{i}"] for i in range(first, c.layers, period)] for first in range(period)]
+        return jax.lax.scan(body, x_BTD, [jax.tree.map(stack, *layers) for layers in turns])[0]
 
     def extend(self, tokens: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
         """Hidden states [B, T, dim] of new tokens after those in `cache`, and the cache with them in it.
@@ -127,10 +145,29 @@ class LM(nn.Module):
         return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
-        x_BTD = jnp.take(self.embedding, tokens, axis=0)
+        x_BTD = lookup(self.embedding, tokens)
         added = self.input_position(positions)
         x_BTD = x_BTD if added is None else x_BTD + added
-        return x_BTD.astype(model_config(self.config).dtype)
+        return constrain(x_BTD.astype(model_config(self.config).dtype), "batch", "length", None)
+
+
+def rematerialised(policy: str, prevent_cse: bool) -> Any:
+    """Block with the forward pass repeated in the backward pass, but for what `policy` keeps."""
+    return nn.remat(Block, policy=REMAT_POLICIES[policy], prevent_cse=prevent_cse)
+
+
+def scan_period(config: ModelConfig) -> int:
+    """How many layers one turn of `model.scan`'s loop has. ValueError if the layers cannot run as a loop."""
+    scheme = parse(config.position)
+    if scheme.shared_parts:
+        names = ", ".join(part.spec for part in scheme.shared_parts)
+        raise ValueError(
+            f"model.scan=true needs layers with their own parameters, but all layers share those of {names}"
+        )
+    period = len(scheme.layers)
+    if config.layers % period:
+        raise ValueError(f"model.layers={config.layers} is not divisible by {scheme.name}'s pattern of {period} layers")
+    return period
 
 
 def model_config(config: Any) -> ModelConfig:

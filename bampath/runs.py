@@ -15,13 +15,14 @@ from bampath.checkpoint import CheckpointError
 from bampath.config import Config, from_json, to_json
 from bampath.data import Loader
 from bampath.overrides import flat
-from bampath.step import Declared, TrainState, device, init_state, optimizer_of
+from bampath.sharding import mesh_of, replicated
+from bampath.step import Declared, TrainState, abstract_state, init_state, optimizer_of
 
 CONFIG_NAME = "config.json"
 
 # What may differ between a run and its continuation. The loader itself refuses data options that would change the
-# stream; a model's shapes are compared with the checkpoint; these two change speed and memory, not the function.
-_FREE = ("train.", "optim.", "data.", "model.remat", "model.attention_impl")
+# stream; a model's shapes are compared with the checkpoint; the others change speed and memory, not the function.
+_FREE = ("train.", "optim.", "data.", "mesh.", "model.remat", "model.scan", "model.attention_impl")
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ def first_state(config: Config, model: nn.Module, declared: Declared, loader: Lo
     optimizer = optimizer_of(config, declared)
     if start.path is None:
         return init_state(config, model, optimizer)
-    like = jax.eval_shape(lambda: init_state(config, model, optimizer))
+    like = abstract_state(config, model, optimizer, mesh_of(config))
     params, rest = checkpoint.restore(start.path, like.params, saved_state(like))
     assert start.data is not None
     loader.restore(start.data)
-    step, sound = jax.device_put((jnp.int32(start.step), jnp.bool_(True)), device())
+    step, sound = jax.device_put((jnp.int32(start.step), jnp.bool_(True)), replicated(mesh_of(config)))
     return TrainState(step, params, rest["optimizer"], rest["key"], sound)
 
 

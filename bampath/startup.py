@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
-from bampath.config import Config
+from bampath import sharding
+from bampath.attention import Attention
+from bampath.config import Config, MeshConfig
 from bampath.data.tokenizer import Tokenizer
 from bampath.flops import body_parameters, peak_flops, train_flops_per_token
 from bampath.positions.registry import parse
@@ -35,7 +38,8 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
     tokens = data.batch_size * data.sequence_length
     backend = f"{jax.default_backend()}, JAX {jax.__version__}"
     rows = {
-        "device": f"{devices[0].device_kind} ({backend}), 1 of {len(devices)} used",
+        "device": f"{devices[0].device_kind} ({backend}), {config.mesh.size} of {len(devices)} used"
+        + spread(config.mesh),
         "precision": f"compute {model.dtype}, parameters and positions float32, matrix products of float32 "
         + (getattr(jax.config, "jax_default_matmul_precision", None) or "as the backend does by default"),
         "kernels": _per_layer(kernels(config)),
@@ -51,6 +55,12 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
 
 
+def spread(mesh: MeshConfig) -> str:
+    """`: data 2 × fsdp 4`, the axes that a run is spread over; nothing for one device."""
+    used = [f"{name} {getattr(mesh, name)}" for name in sharding.AXES if getattr(mesh, name) > 1]
+    return f": {' × '.join(used)}" if used else ""
+
+
 def schemes(config: Config) -> str:
     """Which layers have which composition: `0–2, 4–6: rope+window(512); 3, 7: nope`."""
     scheme = parse(config.model.position)
@@ -64,12 +74,20 @@ def kernels(config: Config) -> list[str]:
     """
     rows = config.data.batch_size // config.train.accumulate
     tokens = jax.ShapeDtypeStruct((rows, config.data.sequence_length), jnp.int32)
-    model = build_model(replace(config, model=replace(config.model, remat="none")))
+    model = build_model(replace(config, model=replace(config.model, remat="none", scan=False)))
     found: list[str] = []
+
+    def by_layer(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        start = len(found)
+        output = call(*args, **kwargs)
+        if isinstance(context.module, Attention) and len(found) > start:  # on a mesh a layer may call two kernels
+            found[start:] = [" and ".join(dict.fromkeys(found[start:]))]
+        return output
 
     def forward(params: Any, tokens: jax.Array) -> Any:
         ids = tokens if config.data.document_mask else None
-        return model.apply({"params": params}, tokens, ids, method="features")
+        with nn.intercept_methods(by_layer), sharding.use(sharding.mesh_of(config)):
+            return model.apply({"params": params}, tokens, ids, method="features")
 
     shapes = declare(model).shapes
     with _noting(attention_api, "attention", found), _noting(path_api, "path", found):

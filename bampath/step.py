@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct
+from jax.sharding import Mesh
 
 from bampath import params as tags
+from bampath import sharding
 from bampath.config import Config
-from bampath.loss import cross_entropy
 from bampath.metrics import Mean
 from bampath.model import LM, head_kernel
 from bampath.optim import learning_rate, make_optimizer
@@ -82,25 +83,39 @@ def optimizer_of(config: Config, declared: Declared) -> optax.GradientTransforma
 
 
 def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step, a pure function of train.seed."""
+    """The state before the first step, a pure function of train.seed, on the devices of the run's mesh."""
+    build = lambda: _first_state(config, model, optimizer)
+    return jax.jit(build, out_shardings=_shardings(config, model, optimizer, sharding.mesh_of(config)))()
 
-    def build() -> TrainState:
-        start, key = jax.random.split(jax.random.key(config.train.seed))
-        params = tags.unbox(_init(model, start))
-        state = optimizer.init(params)
-        return TrainState(jnp.int32(0), params, state, jax.random.key_data(key), jnp.bool_(True))
 
-    return jax.jit(build, out_shardings=device())()
+def abstract_state(
+    config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh | None
+) -> TrainState:
+    """Shapes, types and placements of the state on a mesh (None: one device), without making any of it."""
+    shapes = jax.eval_shape(lambda: _first_state(config, model, optimizer))
+    placed = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    return jax.tree.map(placed, shapes, _shardings(config, model, optimizer, mesh))
+
+
+def _first_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
+    start, key = jax.random.split(jax.random.key(config.train.seed))
+    params = tags.unbox(_init(model, start))
+    return TrainState(jnp.int32(0), params, optimizer.init(params), jax.random.key_data(key), jnp.bool_(True))
+
+
+def _shardings(config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
+    declared, shapes = declare(model), jax.eval_shape(lambda: _first_state(config, model, optimizer))
+    return sharding.state_shardings(shapes, declared.axes, declared.roles, mesh)
 
 
 def batch_loss(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array | None = None) -> Mean:
-    """Weighted sum of the cross-entropies of a batch, and its weight; see `cross_entropy`."""
+    """Weighted sum of the cross-entropies of a batch, and its weight; see `bampath.loss.cross_entropy`."""
     rngs = {} if key is None else {"sample": key}
     ids = batch.get("segment_ids")
     hidden: Any = model.apply({"params": params}, batch["tokens"], ids, method="features", rngs=rngs)
     kernel = head_kernel(params)
-    total, weight = cross_entropy(hidden, kernel, batch["targets"], batch["weights"], chunk=config.train.loss_chunk)
-    return Mean(total, weight)
+    targets, weights = batch["targets"], batch["weights"]
+    return Mean(*sharding.cross_entropy(hidden, kernel, targets, weights, chunk=config.train.loss_chunk))
 
 
 def gradients(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array) -> tuple[Mean, Any]:
@@ -131,14 +146,24 @@ def gradients(config: Config, model: nn.Module, params: Any, batch: Batch, key: 
 
 
 def make_train_step(
-    config: Config, model: nn.Module, declared: Declared, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
-    """The jitted step; the state that goes in is donated. batch: what `device_batch` gives, all [B, T]."""
+    config: Config,
+    model: nn.Module,
+    declared: Declared,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+) -> Any:
+    """The jitted step (state, batch) -> (state, report); the state that goes in is donated.
+
+    batch: what `device_batch` gives, all [B, T]. mesh: another one than that of `config.mesh` on this machine's devices
+    (to compile for devices that are elsewhere).
+    """
     schedule = learning_rate(config.optim, config.train.steps)
+    mesh = mesh or sharding.mesh_of(config)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        loss, grads = gradients(config, model, state.params, batch, key)
+        with sharding.use(mesh):
+            loss, grads = gradients(config, model, state.params, batch, key)
         squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.tree.norm(updates)
@@ -149,12 +174,20 @@ def make_train_step(
         report = Report(loss, grad_norm, update_norm, schedule(state.step), squares, ranges, sound)
         return replace(kept, sound=sound), report
 
-    return jax.jit(step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    placed = _shardings(config, model, optimizer, mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=(placed, sharding.replicated(mesh)))
 
 
 def make_eval_step(config: Config, model: nn.Module) -> Callable[[Any, Batch], Mean]:
     """The jitted loss of a batch, without gradients."""
-    return jax.jit(lambda params, batch: batch_loss(config, model, params, batch))
+
+    def evaluate(params: Any, batch: Batch) -> Mean:
+        with sharding.use(sharding.mesh_of(config)):
+            return batch_loss(config, model, params, batch)
+
+    return jax.jit(evaluate)
 
 
 def positional_ranges(params: Any, roles: Any) -> dict[str, Array]:
@@ -169,19 +202,13 @@ def positional_ranges(params: Any, roles: Any) -> dict[str, Array]:
 
 
 def device_batch(config: Config, batch: dict[str, Any]) -> Batch:
-    """The arrays of a loader's batch that a step reads, on the device.
+    """The arrays of a loader's batch that a step reads, on the devices of the run's mesh.
 
     Positions are left out: the model derives the same ones from the segments. Without document masks the segments only
     mark padding behind the text, which causality hides, so they are left out as well and kernels need not look at them.
     """
     names = ["tokens", "targets", "weights"] + (["segment_ids"] if config.data.document_mask else [])
-    return jax.device_put({name: batch[name] for name in names}, device())
-
-
-def device() -> jax.sharding.Sharding:
-    """Where a run lives. Everything is put there explicitly: arrays that JAX placed by default make another program, so
-    that a resumed run would compile its step once more, and differently."""
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return sharding.place_batch({name: batch[name] for name in names}, sharding.mesh_of(config))
 
 
 def _init(model: nn.Module, key: Array) -> Any:

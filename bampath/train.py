@@ -147,7 +147,8 @@ class _Run:
         self.started = time.monotonic() - elapsed
         tokens = config.data.batch_size * config.data.sequence_length
         flops = train_flops_per_token(config.model, declared.count, config.data.sequence_length)
-        self.speed = Speed(tokens, flops, peak_flops(jax.devices()[0].device_kind))
+        peak = peak_flops(jax.devices()[0].device_kind)
+        self.speed = Speed(tokens, flops, None if peak is None else peak * config.mesh.size)
         self.last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
 
     def loop(self, state: TrainState, start: int, should_stop: Callable[[], bool]) -> Result:
