@@ -47,6 +47,14 @@ def test_sampling_is_reproducible_and_differs_by_seed() -> None:
     assert run(1) != run(2)
 
 
+def test_only_ids_of_the_tokenizer_are_drawn() -> None:
+    model, params = build("rope")
+    hot = Sampling(temperature=50.0)  # nearly uniform over what may be drawn
+    drawn = np.concatenate(generate(model, params, PROMPTS, 30, sampling=hot, vocab_size=7))
+    assert set(drawn.tolist()) == set(range(7))
+    assert max(map(max, generate(model, params, PROMPTS, 4, vocab_size=7))) < 7  # greedy
+
+
 def test_filters_keep_what_they_promise() -> None:
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
     kept = lambda **options: np.isfinite(filter_logits(logits, Sampling(temperature=1.0, **options)))[0].tolist()
@@ -90,6 +98,8 @@ def test_mistakes_are_named() -> None:
         generate(model, params, PROMPTS, 2, pad_side="middle")
     with pytest.raises(ValueError, match="temperature=nan"):
         Sampling(temperature=float("nan"))
+    with pytest.raises(ValueError, match="vocab_size=98 must be between 1 and the model's 97"):
+        generate(model, params, PROMPTS, 2, vocab_size=98)
     with pytest.raises(ValueError, match="chunk=0"):
         generate(model, params, PROMPTS, 2, chunk=0)
     table, learned = build("learned(9)")
