@@ -32,8 +32,14 @@ BACKENDS: dict[str, str] = {
     "xla": "kernels.attention.xla",
     "pallas_tpu": "kernels.attention.pallas_tpu",
     "mosaic_gpu": "kernels.attention.mosaic_gpu",
+    "pallas_triton": "kernels.attention.triton_gpu",
+    "triton_decode": "kernels.attention.triton_decode",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("pallas_tpu", "xla")}
+PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("xla",),
+    "gpu": ("triton_decode", "mosaic_gpu", "pallas_triton", "xla"),
+    "tpu": ("pallas_tpu", "xla"),
+}
 
 
 def _load(name: str) -> Any:

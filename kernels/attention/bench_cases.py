@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.attention.api import DistancePrior, attention
+from kernels.attention.shapes import TEST
 
 Array = jax.Array
 
@@ -53,6 +54,8 @@ class Case:
     documents: int = 0  # length of the documents that a row is packed from
     dtype: str = "bfloat16"
     use_lse: bool = True  # does the loss depend on lse
+    gate_bias: float | None = None  # gates are logsigmoid(N(0, 1) + bias) instead of mild ones
+    positions: str | None = None  # "permuted" storage, "sparse" positions, or a ragged "cache"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +89,29 @@ CHECKS = (
     Case("one token", 1, 1, 2, 64, "ggd"),
     Case("one token per document", 1, 200, 2, 64, "ggd", 1.0, documents=1),
 )
+# What the portable kernels serve besides: explicit positions, head_dim 256, few queries on a cache.
+PORTABLE_CHECKS = (
+    Case("bam+ssmax, permuted positions", 2, 300, 4, 64, "ggd", 1.0, positions="permuted"),
+    Case("fox+bam, permuted positions, packed, GQA", 2, 304, 4, 64, "ggd", 1.0, True, Hkv=2, packed=True,
+         positions="permuted"),
+    Case("table of 12, permuted positions, window", 1, 300, 2, 64, "buckets", positions="permuted",
+         options={"window": 90}),
+    Case("alibi, not causal, sparse positions", 1, 200, 2, 64, "alibi", positions="sparse", options={"causal": False}),
+    Case("bam+ssmax, head 256", 1, 390, 2, 256, "ggd", 1.0),
+    Case("fox, head 256, GQA", 1, 300, 2, 256, gates=True, Hkv=1),
+)  # fmt: skip
+DECODE_CHECKS = (
+    Case("one token, plain", 2, 1, 4, 64, S=1500),
+    Case("one token, bam+ssmax, ragged cache", 4, 1, 4, 64, "ggd", 1.0, S=1500, positions="cache"),
+    Case("one token, fox+bam+ssmax, ragged cache, GQA", 3, 1, 8, 128, "ggd", 1.0, True, S=1100, Hkv=2,
+         positions="cache"),
+    Case("5 tokens, kerple, window, ragged cache, head 48", 2, 5, 4, 48, "kerple", S=1100, positions="cache",
+         options={"window": 300}),
+    Case("8 tokens, alibi outside, not causal, head 80, GQA", 1, 8, 8, 80, "alibi", 1.0, S=777, Hkv=1,
+         options={"sharpen_prior": False, "causal": False}),
+    Case("2 tokens, table of 12, ragged cache", 2, 2, 2, 96, "buckets", S=900, positions="cache"),
+    Case("one token, extreme exponents, head 256", 1, 1, 8, 256, "ggd_extreme", 0.3, S=600, use_lse=False),
+)  # fmt: skip
 PARAMETERS: dict[str, tuple[Any, Callable[[Any, int], dict[str, Any]]]] = {
     "ggd": (ggd, lambda r, h: {"alpha": r.uniform(-2, 0.3, h), "beta": r.uniform(-0.3, 1.0, h)}),
     "ggd_extreme": (ggd, lambda r, h: {"alpha": np.zeros(h), "beta": np.linspace(-6, 3, h)}),
@@ -111,7 +137,10 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], t
         scale = abs(case.sharpness) * r.uniform(0.5, 2, case.H) * signs
         x["sharpness"] = f32(np.broadcast_to(seen[None, :, None] * scale, (case.B, case.T, case.H)))
     if case.gates:
-        x["log_gates"] = f32(-r.exponential(0.1, (case.B, keys, case.H)))
+        drawn = -r.exponential(0.1, (case.B, keys, case.H))
+        if case.gate_bias is not None:
+            drawn = -np.logaddexp(0, -r.standard_normal((case.B, keys, case.H)) - case.gate_bias)
+        x["log_gates"] = f32(drawn)
     other = dict(case.options)
     if case.packed:
         cuts = np.array([0, 60, 90, 140, 240, case.T])
@@ -121,8 +150,37 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], t
             x[n] = jnp.where((other["segment_ids"] < 0)[:, :, None, None], jnp.nan, x[n])
     if case.documents:
         other["segment_ids"] = jnp.broadcast_to(jnp.arange(case.T, dtype=jnp.int32) // case.documents, (case.B, case.T))
+    if case.positions:
+        _place(case, r, x, other)
     dlse = f32(r.standard_normal((case.B, case.T, case.H)) * case.use_lse)
     return x, other, (normal(case.B, case.T, case.H, case.D), dlse)
+
+
+def _place(case: Case, r: np.random.Generator, x: dict[str, Any], other: dict[str, Any]) -> None:
+    """Explicit positions: of rows in permuted or sparse order, or of slots of a cache with padding and empty ends."""
+    keys = case.S or case.T
+    order = np.argsort(r.random((case.B, keys)), axis=1)
+    if case.positions != "cache":
+        places = order if case.positions == "permuted" else np.sort(r.integers(0, 10**6, (case.B, keys)), axis=1)
+        for n in ("positions", "kv_positions"):
+            other[n] = jnp.asarray(places, jnp.int32)
+        return
+    used = r.integers(keys // 4, keys - 3, case.B)
+    slot = np.arange(keys)[None]
+    ids = np.where((slot >= 3) & (slot < used[:, None]), 0, -1)  # three slots of padding on the left
+    other["kv_positions"] = jnp.asarray(np.where(ids < 0, 0, slot - 3), jnp.int32)
+    other["positions"] = jnp.asarray((used - 3 - case.T)[:, None] + np.arange(case.T), jnp.int32)
+    other["segment_ids"] = (jnp.zeros((case.B, case.T), jnp.int32), jnp.asarray(ids, jnp.int32))
+    for n in ("k", "v"):
+        x[n] = jnp.where((ids < 0)[:, :, None, None], jnp.nan, x[n])
+
+
+def shape_cases(dtype: str) -> list[Case]:
+    """BAM with SSMax at every test shape of shapes.py."""
+    name = lambda key: f"bam+ssmax, {key}"
+    of = lambda key, s: Case(name(key), s.batch, s.length, s.heads, s.head_dim, "ggd", 1.0, S=s.kv_length,
+                             Hkv=s.kv_heads, dtype=dtype)  # fmt: skip
+    return [of(key, shape) for key, shape in TEST.items()]
 
 
 def function(case: Case, other: dict[str, Any], implementation: str | None) -> Callable[[dict[str, Any]], Any]:

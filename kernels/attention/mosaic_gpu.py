@@ -95,8 +95,11 @@ def _prepared(x: Array, head_dim: int, seen: Array | None = None) -> Array:
     return _padded_to(_padded_to(x, 3, head_dim), 1, 8)
 
 
-def attend(call: Call, tiles: Any = None) -> tuple[Array, Array]:
-    """(o [B, T, H, Dv], lse [B, T, H]). tiles: (forward, queries, keys) instead of the table's, for measurements."""
+def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], lse [B, T, H]). tiles: (forward, queries, keys) instead of the table's, for measurements.
+
+    skip: leave out the tiles that forget gates prove to weigh nothing (mosaic_gpu_skip.py).
+    """
     from kernels.attention.mosaic_gpu_fused import Options, fused
     from kernels.attention.mosaic_gpu_spec import Tiles
 
@@ -111,6 +114,7 @@ def attend(call: Call, tiles: Any = None) -> tuple[Array, Array]:
         sharpen_prior=call.sharpen_prior,
         lengths=(call.q.shape[1], call.k.shape[1]),
         tiles=tiles or tuple(Tiles.parse(row[n]) for n in ("forward", "queries", "keys")),
+        skip=skip,
     )
     seen = _seen_keys(call)
     leaves = {

@@ -99,7 +99,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
         batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
         block = -(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")
         first = block * tiles.rows
-        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.key_range(first, tiles))
+        walk_range = spec.within(inputs.get("bounds"), batch, head, block, spec.key_range(first, tiles))
         start, full_start, full_stop, stop = walk_range
 
         def slot_of(tile: Array) -> Array:

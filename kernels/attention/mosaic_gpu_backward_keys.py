@@ -80,7 +80,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         batch, kv_head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
         block = lax.axis_index("blocks")
         first, stored, seen_by = spec.key_block(block, tiles)
-        walk_range = spec.within(inputs.get("bounds"), batch, lax.div(first, jnp.int32(tiles.rows)), seen_by)
+        index = lax.div(first, jnp.int32(tiles.rows))
+        walk_range = spec.within(inputs.get("bounds"), batch, kv_head, index, seen_by)
         start, full_start, full_stop, stop = walk_range
         width = stop - start
         total = width * spec.group

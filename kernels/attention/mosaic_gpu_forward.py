@@ -81,7 +81,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
         # The longest rows of a causal call start first.
         block = -(-spec.queries // tiles.rows) - 1 - lax.axis_index("blocks")
         first = block * tiles.rows
-        walk_range = spec.within(inputs.get("bounds"), batch, block, spec.key_range(first, tiles))
+        walk_range = spec.within(inputs.get("bounds"), batch, head, block, spec.key_range(first, tiles))
         start, full_start, full_stop, stop = walk_range
 
         def slot_of(tile: Array) -> Array:

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from kernels.attention.mosaic_gpu_backward import query_gradients
 from kernels.attention.mosaic_gpu_backward_keys import key_gradients
 from kernels.attention.mosaic_gpu_forward import forward
+from kernels.attention.mosaic_gpu_skip import can_skip, keep_bounds
 from kernels.attention.mosaic_gpu_slopes import own_slopes
 from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles, segment_bounds
 
@@ -35,6 +36,7 @@ class Options:
     sharpen_prior: bool
     lengths: tuple[int, int]  # of queries and keys; the arrays may be longer
     tiles: tuple[Tiles, Tiles, Tiles]  # forward, query gradients, key gradients
+    skip: bool = False  # leave out tiles that the gates prove to weigh less than mosaic_gpu_skip.LOST
 
 
 def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
@@ -59,6 +61,7 @@ def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
         sharpen_prior=options.sharpen_prior,
         gates=x["gates"] is not None,
         segments=x["q_segments"] is not None,
+        skip=options.skip and can_skip(x["gates"] is not None, options.causal, queries, keys),
     )
 
 
@@ -131,8 +134,23 @@ def prior_table(options: Options, spec: Spec, x: Leaves) -> Array | None:
     return jnp.clip(values, -limit, limit) / spec.scale
 
 
-def bounds_of(spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles) -> dict[str, Array]:
-    return {"bounds": segment_bounds(x[mine], x[others], tiles.rows, tiles.step)} if spec.segments else {}
+def bounds_of(
+    spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles, table: Array | None = None
+) -> dict[str, Array]:
+    """The tiles that a block visits by segments and by gates, where there are any: {"bounds": [B, H or 1, blocks, 2]}.
+
+    mine, others: names of the segments of the blocks' side and of the other; table: `prior_table`, for the gates.
+    """
+    parts = []
+    if spec.segments:
+        parts.append(segment_bounds(x[mine], x[others], tiles.rows, tiles.step))
+    if spec.skip:
+        prior = None if table is None else table * spec.scale
+        parts.append(keep_bounds(spec, x, prior, tiles, mine == "q_segments"))
+    if len(parts) == 2:
+        start, stop = (f(*(p[..., n] for p in parts)) for n, f in enumerate((jnp.maximum, jnp.minimum)))
+        parts = [jnp.stack([start, stop], axis=-1)]
+    return {"bounds": parts[0]} if parts else {}
 
 
 def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
@@ -163,8 +181,8 @@ def _forward(options: Options, x: Leaves) -> Any:
     arrays = inputs_of(options, spec, x)
     if spec.sharpness:
         arrays["negative"] = (arrays["factor"] < 0).any()[None].astype(jnp.int32)
-    arrays |= bounds_of(spec, x, "q_segments", "kv_segments", tiles)
     table = prior_table(options, spec, x)
+    arrays |= bounds_of(spec, x, "q_segments", "kv_segments", tiles, table)
     if table is not None:
         arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     out, lse = forward(spec, tiles, arrays)
@@ -229,7 +247,7 @@ def key_sums(
     spec: Spec, tiles: Tiles, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
 ) -> dict[str, Array]:
     arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
-    arrays |= bounds_of(spec, x, "kv_segments", "q_segments", tiles)
+    arrays |= bounds_of(spec, x, "kv_segments", "q_segments", tiles, table)
     if table is not None:
         arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     return key_gradients(spec, tiles, arrays)
@@ -248,7 +266,7 @@ def query_sums(
     own: tuple[int, ...],
 ) -> dict[str, Array]:
     tiles = options.tiles[1]
-    arrays = arrays | {"delta": delta} | bounds_of(spec, x, "q_segments", "kv_segments", tiles)
+    arrays = arrays | {"delta": delta} | bounds_of(spec, x, "q_segments", "kv_segments", tiles, table)
     if table is not None:
         arrays["table"] = copies_of(table, tiles).transpose(1, 0, 2)
     if not spec.slopes:

@@ -66,6 +66,7 @@ class Spec:
     sharpen_prior: bool
     gates: bool
     segments: bool
+    skip: bool = False  # gates: tiles that weigh nothing are left out
 
     def name(self, tiles: Tiles) -> str:
         """What tells kernels apart in compiler reports and profiles."""
@@ -177,17 +178,20 @@ class Spec:
         full_start = start if low_full is None else _clip(self._floor(low_full + step - 1, step), start, full_stop)
         return start, full_start, full_stop, stop
 
-    def within(self, bounds: Any, batch: Array, block: Array, walk: tuple[Array, ...]) -> tuple[Array, ...]:
-        """A walk over tiles narrowed to those that share segments with the block, all of them masked.
+    def within(self, bounds: Any, batch: Array, head: Array, block: Array, walk: tuple[Array, ...]) -> Any:
+        """A walk over tiles narrowed to the block's bounds; with segments every tile that is left is masked.
 
-        bounds: int32 [B, blocks, 2] in global memory, see `segment_bounds`.
+        bounds: int32 [B, heads or 1, blocks, 2] in global memory, see `segment_bounds` and `keep_bounds`.
         """
-        if not self.segments:
+        if not self.segments and not self.skip:
             return walk
-        start, _, _, stop = walk
-        start = _clip(bounds[batch, block, 0], start, stop)
-        stop = _clip(bounds[batch, block, 1], start, stop)
-        return start, start, start, stop
+        start, full_start, full_stop, stop = walk
+        row = head if self.skip else head * 0
+        start = _clip(bounds[batch, row, block, 0], start, stop)
+        stop = _clip(bounds[batch, row, block, 1], start, stop)
+        if self.segments:
+            return start, start, start, stop
+        return start, _clip(full_start, start, stop), _clip(full_stop, start, stop), stop
 
     def _floor(self, x: Array, step: int) -> Array:
         """x // step, also for negative x."""
@@ -198,8 +202,8 @@ class Spec:
 def segment_bounds(ids: Array, others: Array, rows: int, step: int) -> Array:
     """First tile, and one past the last, of `step` others that may share a segment with each block of `rows` ids.
 
-    ids [B, n], others [B, m] int32, negative: padding. Returns int32 [B, blocks, 2]. Tiles are compared by their least
-    and greatest id, so nothing that is shared is missed, and little else is kept where ids grow along the row.
+    ids [B, n], others [B, m] int32, negative: padding. Returns int32 [B, 1, blocks, 2]. Tiles are compared by their
+    least and greatest id, so nothing that is shared is missed, and little else is kept where ids grow along the row.
     """
 
     def ends(x: Array, size: int) -> tuple[Array, Array]:
@@ -210,7 +214,8 @@ def segment_bounds(ids: Array, others: Array, rows: int, step: int) -> Array:
     shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
     last = shared.shape[2] - jnp.argmax(shared[:, :, ::-1], axis=2)
     some = shared.any(axis=2)
-    return jnp.stack([jnp.where(some, jnp.argmax(shared, axis=2), 0), jnp.where(some, last, 0)], -1).astype(jnp.int32)
+    bounds = jnp.stack([jnp.where(some, jnp.argmax(shared, axis=2), 0), jnp.where(some, last, 0)], -1)
+    return bounds.astype(jnp.int32)[:, None]
 
 
 def _clip(x: Array, low: Array, high: Array) -> Array:

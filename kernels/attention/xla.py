@@ -292,10 +292,10 @@ def _backward(grid: Grid, call: Call, o: Array, lse: Array, do: Array, dlse: Arr
         grads["prior"] = table_vjp(total)[0].params
     elif call.prior is not None:
         grads["prior"] = jax.tree.map(lambda x: x.sum(0), grads["prior"])
-    return _as_call(call, grads)
+    return as_call(call, grads)
 
 
-def _as_call(call: Call, grads: dict[str, Any]) -> Call:
+def as_call(call: Call, grads: dict[str, Any]) -> Call:
     """The cotangents of a Call's float arrays; None stands for zero."""
     like = lambda name, x: None if x is None else grads[name].astype(x.dtype)
     gates: Any = None
@@ -335,6 +335,16 @@ def _vary_together(call: Call) -> Call:
     return (
         jax.tree.map(lambda x: x if axes <= jax.typeof(x).manual_axis_type.varying else cast(x), call) if axes else call
     )
+
+
+def forward(call: Call) -> tuple[Array, Array]:
+    """(o, lse) as `attend` gives them, for backends with a differentiation rule of their own."""
+    return _forward(tiles.choose_grid(call), call)
+
+
+def backward(call: Call, o: Array, lse: Array, do: Array, dlse: Array) -> Call:
+    """The cotangents of `forward`'s argument, from its results and their cotangents."""
+    return _backward(tiles.choose_grid(call), call, o, lse, do, dlse)
 
 
 def attend(call: Call, grid: Grid | None = None) -> tuple[Array, Array]:

@@ -1,0 +1,410 @@
+"""Backend "triton_decode": one or a few new tokens against a long cache, split over the keys, in Pallas Triton.
+
+Flash-decoding: each of `splits` programs per key head streams its share of the keys once and leaves an output and a
+log-sum-exp, which a second kernel merges. With explicit positions or segments a first kernel finds the span of keys
+that anybody sees, so that an almost empty cache costs what its contents cost. The rows of a program are all query heads
+and tokens that share a key head. Priors made of arithmetic are evaluated in place, others (tables) read by distance.
+The backward pass is that of "pallas_triton".
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from kernels.attention import triton_gpu, xla
+from kernels.attention.call import Call, DistancePrior
+from kernels.attention.triton_gpu_kernels import LOG2E, cleaned, product
+
+Array = jax.Array
+MOST_QUERIES = 8
+MOST_ROWS = 64
+FEWEST_KEYS = 256
+SPANS = 64  # partial results of the search for the visible span
+# What a prior may consist of to be evaluated inside the kernel.
+# fmt: off
+ARITHMETIC = frozenset((
+    "abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "cos", "custom_jvp_call",
+    "div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "jit", "le", "log",
+    "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pjit", "pow", "rem", "reshape",
+    "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh",
+))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the keys are cut: programs per key head, keys per step, warps and stages of a program."""
+
+    splits: int
+    step: int = 64
+    warps: int = 4
+    stages: int = 3
+    interpret: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static description of a call."""
+
+    queries: int
+    keys: int
+    heads: int
+    group: int
+    dim: int
+    value_dim: int
+    scale: float
+    causal: bool
+    window: int | None
+    log_prior: Any  # None: no prior, or one read from a table
+    sharpen_prior: bool
+    unseen: bool
+    exact: bool
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Real rows of a program: tokens × query heads of a key head."""
+        return self.queries * self.group
+
+
+def supports(call: Call) -> str | None:
+    """None, or why this kernel cannot serve the call."""
+    found = triton_gpu.capability()
+    if not found[:1].isdigit() or float(found) < 8:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or later, found {found}"
+    return refusal(call, found)
+
+
+def refusal(call: Call, device: str) -> str | None:
+    """What `supports` says on a GPU of compute capability `device`."""
+    queries, keys = call.q.shape[1], call.k.shape[1]
+    if queries > MOST_QUERIES:
+        return f"{queries} queries are more than {MOST_QUERIES}"
+    if keys < FEWEST_KEYS:
+        return f"{keys} keys are fewer than {FEWEST_KEYS}: nothing to split"
+    rows = queries * (call.q.shape[2] // call.k.shape[2])
+    if rows > MOST_ROWS:
+        return f"{queries} queries times the heads of a key head are {rows} rows, more than {MOST_ROWS}"
+    return triton_gpu.refusal(call, device)
+
+
+def one_head(prior: DistancePrior) -> Any:
+    """The shapes of the parameters of one head."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), prior.params)
+
+
+def is_arithmetic(log_prior: Any, params: Any) -> bool:
+    """Can the prior be traced into a kernel: scalar parameters per head, elementwise arithmetic, no look-ups.
+
+    params: the parameters of one head, arrays or their shapes.
+    """
+    if any(leaf.shape for leaf in jax.tree.leaves(params)):
+        return False
+
+    def allowed(jaxpr: Any) -> bool:
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if eqn.primitive.name not in ARITHMETIC or (inner is not None and not allowed(inner.jaxpr)):
+                return False
+        return True
+
+    closed = jax.make_jaxpr(log_prior)(params, jax.ShapeDtypeStruct((8,), jnp.int32))
+    return not closed.consts and allowed(closed.jaxpr)
+
+
+def _rows(spec: Spec, kv_head: Array, count: int) -> tuple[Array, Array, Array]:
+    """(token, head, is it real) of each of `count` rows."""
+    row = lax.broadcasted_iota(jnp.int32, (count,), 0)
+    token = jnp.minimum(lax.div(row, jnp.int32(spec.group)), spec.queries - 1)
+    return token, kv_head * spec.group + lax.rem(row, jnp.int32(spec.group)), row < spec.rows
+
+
+def _span_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
+    """First key that somebody sees, and one past the last, in one part of the keys."""
+    x = dict(zip(names, refs, strict=True))
+    part, batch = pl.program_id(0), pl.program_id(1)
+    size = 1024
+    share = -(-spec.keys // (SPANS * size)) * size
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = carry
+        index = part * share + i * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+        inside = index < spec.keys
+        seen = inside & False
+        for t in range(spec.queries):
+            seen = seen | _seen(spec, x, batch, jnp.int32(t), index, inside)
+        return jnp.minimum(low, jnp.where(seen, index, spec.keys).min()), jnp.maximum(high, (seen * (index + 1)).max())
+
+    low, high = lax.fori_loop(0, share // size, body, (jnp.int32(spec.keys), jnp.int32(0)))
+    x["low"][batch, part] = low
+    x["high"][batch, part] = high
+
+
+def _seen(spec: Spec, x: dict[str, Any], batch: Array, token: Array, index: Array, inside: Array) -> Array:
+    """Does the query `token` see key `index`; both broadcast against each other."""
+    seen = inside
+    ahead = _ahead(spec, x, batch, token, index, inside)
+    if spec.causal:
+        seen = seen & (ahead >= 0)
+    if spec.window is not None:
+        seen = seen & (ahead < spec.window)
+        if not spec.causal:
+            seen = seen & (ahead > -spec.window)
+    if "q_segments" in x:
+        mine = x["q_segments"][batch, token]
+        seen = seen & (mine == plgpu.load(x["kv_segments"].at[batch, index], mask=inside, other=-1)) & (mine >= 0)
+    return seen
+
+
+def _ahead(spec: Spec, x: dict[str, Any], batch: Array, token: Array, index: Array, inside: Array) -> Array:
+    if "q_positions" in x:
+        keys = plgpu.load(x["kv_positions"].at[batch, index], mask=inside, other=0)
+        return x["q_positions"][batch, token] - keys
+    return token + (spec.keys - spec.queries) - index
+
+
+def _offsets(spec: Spec, x: dict[str, Any], batch: Array, token: Array, head: Array, cols: Any, ahead: Array) -> Any:
+    """Prior plus gates, natural; token, head [rows, 1], cols = (index, inside), [1, step]."""
+    total: Any = 0.0
+    if "table" in x:
+        entry = jnp.clip(ahead + x["origin"][0], 0, x["table"].shape[1] - 1)
+        total = plgpu.load(x["table"].at[head, entry])
+    elif spec.log_prior is not None:
+        total = _inline(spec, x, head, ahead)
+    if "q_gate_hi" in x:
+        index, inside = cols
+        for n in ("hi", "lo"):
+            keys = plgpu.load(x[f"k_gate_{n}"].at[batch, index, head], mask=inside & (head >= 0), other=0.0)
+            total = total + (x[f"q_gate_{n}"][batch, token, head] - keys)
+    return total
+
+
+def _inline(spec: Spec, x: dict[str, Any], head: Array, ahead: Array) -> Array:
+    log_prior, treedef = spec.log_prior
+    count = sum(n.startswith("param") for n in x)
+    leaves = [x[f"param{n}"][head[:, 0]] for n in range(count)]
+    of_row = lambda params, d: log_prior(treedef.unflatten(params), d)
+    distance = jnp.minimum(-ahead, 0) if spec.causal else -ahead
+    return jax.vmap(of_row)(leaves, distance)
+
+
+def _split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
+    x = dict(zip(names, refs, strict=True))
+    split, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    padded = max(16, pl.next_power_of_2(spec.rows))
+    token, head, real = _rows(spec, kv_head, padded)
+    d = lax.broadcasted_iota(jnp.int32, (1, triton_gpu.padded_head(spec.dim)), 1)
+    dv = lax.broadcasted_iota(jnp.int32, (1, triton_gpu.padded_head(spec.value_dim)), 1)
+    q = plgpu.load(x["q"].at[batch, token[:, None], head[:, None], d], mask=real[:, None] & (d < spec.dim), other=0)
+    # What depends on the row alone is worked out once if there is one row, not for those that pad the product.
+    lines = _rows(spec, kv_head, 1) if spec.rows == 1 else (token, head, real)
+    token, head = lines[0][:, None], lines[1][:, None]
+    r = x["sharpness"][batch, token, head] if "sharpness" in x else None
+    low, high = jnp.int32(0), jnp.int32(spec.keys)
+    if "low" in x:
+        spans = pl.ds(0, SPANS)
+        low, high = x["low"][batch, spans].min(), x["high"][batch, spans].max()
+        low = lax.div(low, jnp.int32(plan.step)) * plan.step
+    elif spec.window is not None:
+        low = jnp.int32(max(0, (spec.keys - spec.queries + 1 - spec.window) // plan.step * plan.step))
+    steps = lax.div(jnp.maximum(high - low, 0) + (plan.step - 1), jnp.int32(plan.step))
+    share = lax.div(steps + (plan.splits - 1), jnp.int32(plan.splits))
+    first = split * share
+
+    def body(i: Array, carry: Any) -> Any:
+        acc, top, total = carry
+        index = low + i * plan.step + lax.broadcasted_iota(jnp.int32, (1, plan.step), 1)
+        column = low + i * plan.step + lax.broadcasted_iota(jnp.int32, (plan.step, 1), 0)
+        inside = index < high
+        k = _stream(x["k"], batch, column, kv_head, d, spec.dim, high)
+        v = _stream(x["v"], batch, column, kv_head, dv, spec.value_dim, high)
+        ahead = _ahead(spec, x, batch, token, index, inside)
+        seen = _seen(spec, x, batch, token, index, inside)
+        z = product(q, k, (1, 1), spec.exact, spec.interpret) * spec.scale
+        offsets = _offsets(spec, x, batch, token, head, (index, inside), ahead)
+        if r is None:
+            z = z + offsets
+        else:
+            z = (z + offsets) * r if spec.sharpen_prior else z * r + offsets
+        z = jnp.where(seen, z * LOG2E, -jnp.inf)
+        new_top = jnp.maximum(top, z.max(axis=1))
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        shrink, p = jnp.exp2(top - base), jnp.exp2(z - base[:, None])
+        if spec.unseen:
+            v = cleaned(v, jnp.broadcast_to(seen, z.shape))
+        acc = acc * shrink[:, None] + product(p.astype(v.dtype), v, (1, 0), spec.exact, spec.interpret)
+        return acc, new_top, total * shrink + p.sum(axis=1)
+
+    start = jnp.full((padded,), -jnp.inf, jnp.float32)
+    init = (jnp.zeros((padded, dv.shape[1]), jnp.float32), start, jnp.zeros_like(start))
+    acc, top, total = lax.fori_loop(jnp.minimum(first, steps), jnp.minimum(first + share, steps), body, init)
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    row = lax.broadcasted_iota(jnp.int32, (padded, 1), 0)
+    plgpu.store(x["parts"].at[batch, kv_head, row, split, dv], acc / safe[:, None], mask=(row < spec.rows) & (dv >= 0))
+    lse = jnp.where(some, top + jnp.log2(safe), -jnp.inf)
+    plgpu.store(x["part_lse"].at[batch, kv_head, row[:, 0], split], lse, mask=real)
+
+
+def _stream(ref: Any, batch: Array, column: Array, kv_head: Array, d: Array, dim: int, high: Array) -> Array:
+    """Keys or values [step, D] of one head, zero past the end and past the real head_dim."""
+    return plgpu.load(ref.at[batch, column, kv_head, d], mask=(column < high) & (d < dim), other=0)
+
+
+def _merge_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
+    x = dict(zip(names, refs, strict=True))
+    row, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    splits = x["part_lse"].shape[3]
+    index = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(splits), 1), 0)
+    inside = index < splits
+    lse = plgpu.load(x["part_lse"].at[batch, kv_head, row, index[:, 0]], mask=inside[:, 0], other=-jnp.inf)
+    d = lax.broadcasted_iota(jnp.int32, (1, x["parts"].shape[4]), 1)
+    parts = plgpu.load(x["parts"].at[batch, kv_head, row, index, d], mask=inside & (d >= 0), other=0.0)
+    top = lse.max()
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp2(lse - base)
+    total = weight.sum()
+    safe = jnp.where(total > 0, total, 1.0)
+    o = (parts * (weight / safe)[:, None]).sum(axis=0)
+    token, head = lax.div(row, jnp.int32(spec.group)), kv_head * spec.group + lax.rem(row, jnp.int32(spec.group))
+    plgpu.store(x["o"].at[batch, token, head, d[0]], o.astype(x["o"].dtype), mask=d[0] < spec.value_dim)
+    x["lse"][batch, token, head] = jnp.where(total > 0, (base + jnp.log2(safe)) / LOG2E, -jnp.inf)
+
+
+def _run(
+    body: Any, name: str, plan: Plan, grid: Any, arrays: dict[str, Any], outputs: dict[str, Any]
+) -> dict[str, Any]:
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    params: Any = {}
+    if not plan.interpret:
+        params["compiler_params"] = plgpu.CompilerParams(num_warps=plan.warps, num_stages=plan.stages)
+    kernel = partial(body, (*arrays, *outputs))
+    kernel.__name__ = name  # type: ignore[attr-defined]
+    run = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole] * len(arrays),
+        out_specs=[whole] * len(outputs),
+        out_shape=list(outputs.values()),
+        interpret=plan.interpret,
+        **params,
+    )
+    return dict(zip(outputs, run(*arrays.values()), strict=True))
+
+
+def make_plan(call: Call, interpret: bool = False) -> Plan:
+    """Enough programs to fill the GPU a few times over, none of them with less than two steps."""
+    batch, keys, kv_heads, _ = call.k.shape
+    cores = 132 if interpret else int(getattr(jax.devices()[0], "core_count", 132))
+    wide = max(call.k.shape[3], call.v.shape[3]) * call.k.dtype.itemsize
+    step = 64 if wide <= 256 else 32
+    wanted = -(-4 * cores // (batch * kv_heads))
+    return Plan(max(1, min(wanted, keys // (2 * step), 256)), step, interpret=interpret)
+
+
+def _operands(spec: Spec, call: Call) -> dict[str, Array]:
+    arrays = {"q": call.q, "k": call.k, "v": call.v}
+    whole = lambda x: jnp.broadcast_to(x, (call.q.shape[0], x.shape[1]))
+    if call.q_positions is not None and call.kv_positions is not None:
+        arrays |= {"q_positions": whole(call.q_positions), "kv_positions": whole(call.kv_positions)}
+    if call.q_segments is not None and call.kv_segments is not None:
+        arrays |= {"q_segments": call.q_segments, "kv_segments": call.kv_segments}
+    if call.sharpness is not None:
+        arrays["sharpness"] = call.sharpness
+    if call.gates is not None:
+        arrays |= dict(zip(("q_gate_hi", "q_gate_lo", "k_gate_hi", "k_gate_lo"), call.gates, strict=True))
+    return arrays
+
+
+def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
+    batch, queries, heads, dim = call.q.shape
+    keys, kv_heads = call.k.shape[1:3]
+    spec = Spec(
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        group=heads // kv_heads,
+        dim=dim,
+        value_dim=call.v.shape[3],
+        scale=call.scale,
+        causal=call.causal,
+        window=call.window,
+        log_prior=None,
+        sharpen_prior=call.sharpen_prior,
+        unseen=not call.every_key_is_seen(),
+        exact=call.q.dtype == jnp.float32,
+        interpret=plan.interpret,
+    )
+    arrays = _operands(spec, call)
+    line = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct((batch, *shape), dtype)
+    if "q_positions" in arrays or "q_segments" in arrays:
+        names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
+        ends = {"low": line(SPANS, dtype=jnp.int32), "high": line(SPANS, dtype=jnp.int32)}
+        some = {n: arrays[n] for n in names if n in arrays}
+        arrays |= _run(partial(_span_body, spec), "attention_decode_span", plan, (SPANS, batch), some, ends)
+    if call.prior is not None:
+        leaves, treedef = jax.tree.flatten(call.prior.params)
+        if is_arithmetic(call.prior.log_prior, one_head(call.prior)):
+            spec = replace(spec, log_prior=(call.prior.log_prior, treedef))
+            arrays |= {f"param{n}": leaf for n, leaf in enumerate(leaves)}
+        else:
+            arrays |= _table(call)
+    wide = triton_gpu.padded_head(call.v.shape[3])
+    outputs = {
+        "parts": line(kv_heads, spec.rows, plan.splits, wide),
+        "part_lse": line(kv_heads, spec.rows, plan.splits),
+    }
+    grid = (plan.splits, kv_heads, batch)
+    parts = _run(partial(_split_body, spec, plan), "attention_decode", plan, grid, arrays, outputs)
+    results = {"o": line(queries, heads, call.v.shape[3], dtype=call.q.dtype), "lse": line(queries, heads)}
+    grid = (spec.rows, kv_heads, batch)
+    merged = _run(partial(_merge_body, spec), "attention_decode_merge", plan, grid, parts, results)
+    return merged["o"], merged["lse"]
+
+
+def _table(call: Call) -> dict[str, Array]:
+    """The prior of every head over distance, and the entry of distance 0."""
+    assert call.prior is not None
+    spec = triton_gpu.make_spec(triton_gpu.options_for(call), call)
+    d = triton_gpu.distances(spec)
+    values = jax.vmap(call.prior.log_prior, in_axes=(0, None))(call.prior.params, d).astype(jnp.float32)
+    return {"table": values, "origin": jnp.full((1,), spec.origin, jnp.int32)}
+
+
+def _in_reach(plan: Plan, call: Call) -> Array | None:
+    """As `triton_gpu.in_reach`, where a table is used at all."""
+    if call.prior is None or is_arithmetic(call.prior.log_prior, one_head(call.prior)):
+        return None
+    return triton_gpu.in_reach(triton_gpu.options_for(call), call)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
+    fits = _in_reach(plan, call)
+    return _forward(plan, call) if fits is None else lax.cond(fits, partial(_forward, plan), xla.forward, call)
+
+
+def _attend_fwd(plan: Plan, call: Call) -> Any:
+    o, lse = _attend(plan, call)
+    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (o, lse), (call, o, lse)
+
+
+def _attend_bwd(plan: Plan, saved: tuple[Call, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Call]:
+    options = triton_gpu.options_for(saved[0], interpret=plan.interpret)
+    return triton_gpu.attend_backward(options, saved, cotangents)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(call: Call, plan: Plan | None = None) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], lse [B, T, H] float32). plan: instead of `make_plan`'s, for tests and measurements."""
+    return _attend(plan or make_plan(call), call)
