@@ -28,8 +28,9 @@ Array = jax.Array
 BACKENDS: dict[str, str] = {
     "reference": "kernels.path.reference",
     "xla": "kernels.path.xla",
+    "mosaic_gpu": "kernels.path.gpu",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla",)}
 
 
 def _load(name: str) -> Any:

@@ -1,0 +1,362 @@
+"""Backend "mosaic_gpu": PaTH for Hopper GPUs, forward and backward (docs/path.md).
+
+Three kinds of kernels: blocks of 128 tokens (`gpu_blocks.py`), moves of queries and keys by products of blocks
+(`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention` (`gpu_levels.py`).
+The parts of a row's softmax are joined by their log-sum-exp. The backward pass recomputes the moved keys level by level
+and uses the log-sum-exp of the whole row in every part, so nothing per part is kept between the passes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from kernels.attention import mosaic_gpu
+from kernels.path.call import PathCall
+from kernels.path.levels import Level, plan_levels
+
+Array = jax.Array
+Leaves = dict[str, Any]
+BLOCK = 128
+LEAST_BETA = 2.0**-16
+LARGEST_ARRAY = 2**31
+
+
+def supports(call: PathCall) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs jax >= 0.11.2, this is {jax.__version__}"
+    if jax.default_backend() != "gpu":
+        return f"needs an NVIDIA Hopper GPU, the default backend is {jax.default_backend()}"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if not str(capability).startswith("9."):
+        return f"needs an NVIDIA Hopper GPU (compute capability 9.x), this one has {capability}"
+    return refusal(call)
+
+
+def refusal(call: PathCall) -> str | None:
+    """What `supports` says on a Hopper GPU."""
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v must be bfloat16 or float16, got {call.q.dtype}"
+    head = max(call.q.shape[-1], call.v.shape[-1])
+    if head > mosaic_gpu.LARGEST_HEAD:
+        return f"head_dim {head} is more than {mosaic_gpu.LARGEST_HEAD}"
+    batch, length, heads, _ = call.q.shape
+    if batch * length * heads * 4 * 128 >= LARGEST_ARRAY * (2 if head <= 64 else 1):
+        return f"B={batch}, T={length}, H={heads}: carried keys would have 2^31 entries or more; split the batch"
+    return None
+
+
+@dataclass(frozen=True)
+class PathOptions:
+    """The static part of a call."""
+
+    levels: tuple[Level, ...]
+    attention: Any  # mosaic_gpu_fused.Options of the levels
+    log_prior: Any
+    scale: float
+    sharpen_prior: bool
+    interpret: bool  # of the Triton kernels, for tests
+
+    @property
+    def block(self) -> Any:
+        from kernels.path.gpu_blocks import BlockOptions
+
+        return BlockOptions(self.scale, self.sharpen_prior, self.interpret)
+
+
+def _options(call: PathCall, wide: int, interpret: bool) -> PathOptions:
+    from kernels.attention.mosaic_gpu_fused import Options
+    from kernels.attention.mosaic_gpu_spec import Tiles
+
+    log_prior = None if call.prior is None else call.prior.log_prior
+    queries = "2x128x2" if wide == 64 and call.gates is None else "2x64x2"
+    attention = Options(
+        log_prior=log_prior,
+        scale=call.scale,
+        causal=call.prior is not None,  # only says that no distance is positive: no tile of a level needs a mask
+        window=None,
+        sharpen_prior=call.sharpen_prior,
+        lengths=(0, 0),
+        tiles=(Tiles.parse("2x128x2"), Tiles.parse(queries), Tiles.parse("2x64x2")),
+    )
+    levels = plan_levels(call.q.shape[1], BLOCK)
+    return PathOptions(levels, attention, log_prior, call.scale, call.sharpen_prior, interpret)
+
+
+def _padded(x: Array, width: int | None, length: int, value: float = 0) -> Array:
+    """[B, T, …, D] with T padded to `length` and, unless None, D to `width`."""
+    last = 0 if width is None else width - x.shape[-1]
+    widths = [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    if last:
+        widths[-1] = (0, last)
+    return jnp.pad(x, widths, constant_values=value) if last or length > x.shape[1] else x
+
+
+def attend(call: PathCall, interpret: bool = False) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], lse [B, T, H]). interpret: run the Triton kernels on CPU, for tests."""
+    length = call.q.shape[1]
+    wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
+    options = _options(call, wide, interpret)
+    full = options.levels[-1].parent * -(-length // options.levels[-1].parent) if options.levels else BLOCK
+    pad = partial(_padded, width=wide, length=full)
+    maybe = lambda x, value=0: None if x is None else _padded(x, None, full, value)
+    x = {
+        "q": pad(call.q),
+        "k": pad(call.k),
+        "v": pad(call.v),
+        "w": pad(call.w),
+        "beta": maybe(call.beta),
+        "params": None if call.prior is None else call.prior.params,
+        "sharpness": maybe(call.sharpness, 1),
+        "gates": None if call.gates is None else tuple(maybe(g) for g in call.gates),
+        "segments": maybe(call.segments, -1),
+    }
+    o, lse = path(options, x)
+    return o[:, :length, :, : call.v.shape[-1]], lse[:, :length]
+
+
+# ---- The differentiable function ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], natural lse [B, T, H]).
+
+    x: q, k, v, w [B, T, ·, 64 or 128], beta [B, T, K], params, sharpness [B, T, H], gates (hi, lo) [B, T, H], segments
+    [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where absent.
+    """
+    return _forward(options, x)[0]
+
+
+def _heads_first(x: Array) -> Array:
+    """[B, T, H] -> [B, H, T]."""
+    return x.swapaxes(1, 2)
+
+
+def _bias(options: PathOptions, params: Any, sharpness: Array | None) -> Array:
+    """The prior inside a block, [H, 128, 128], kept in the range that the levels' kernels keep it in."""
+    from kernels.attention.mosaic_gpu_fused import LARGEST
+
+    index = jnp.arange(BLOCK, dtype=jnp.int32)
+    distance = index[None, :] - index[:, None]
+    distance = jnp.where(distance > 0, -1, distance)
+    values = jax.vmap(lambda p: options.log_prior(p, distance))(params).astype(jnp.float32)
+    limit = jnp.float32(LARGEST)
+    if sharpness is not None and options.sharpen_prior:
+        limit = limit / jnp.maximum(1, jnp.abs(jax.lax.stop_gradient(sharpness)).max())
+    return jnp.clip(values, -limit, limit)
+
+
+def _block_inputs(options: PathOptions, x: Leaves) -> Leaves:
+    """What the kernels of a block read."""
+    gates = (None, None) if x["gates"] is None else tuple(_heads_first(g) for g in x["gates"])
+    ids = x["segments"]
+    return {
+        **{n: x[n] for n in ("q", "k", "v")},
+        "bias": None if x["params"] is None else _bias(options, x["params"], x["sharpness"]),
+        "hi": gates[0],
+        "lo": gates[1],
+        "sharpness": None if x["sharpness"] is None else _heads_first(x["sharpness"]),
+        "q_ids": None if ids is None else jnp.where(ids < 0, -1, ids),
+        "k_ids": None if ids is None else jnp.where(ids < 0, -2, ids),
+    }
+
+
+def _level_inputs(x: Leaves) -> Leaves:
+    gates = None if x["gates"] is None else (*x["gates"], *x["gates"])
+    return {n: x[n] for n in ("v", "params", "sharpness", "segments")} | {"gates": gates}
+
+
+def _keys(options: PathOptions, x: Leaves, inverted: bool) -> dict[str, Array]:
+    from kernels.path.gpu_blocks import block_keys
+
+    return block_keys(x["k"], x["w"], _betas(x), inverted=inverted, interpret=options.interpret)
+
+
+def _betas(x: Leaves) -> Array:
+    """beta [B, K, T], at least LEAST_BETA: the backward divides by it."""
+    return _heads_first(jnp.maximum(x["beta"], LEAST_BETA))
+
+
+@dataclass(frozen=True)
+class Climb:
+    """A level with what its attention starts from: q [B, T, H, D] at the left and k at the right edge of the children
+    (float16), the children's products p and those of their runs."""
+
+    level: Level
+    q: Array
+    k: Array
+    p: Array
+    made: Any
+
+
+def _climb(options: PathOptions, q: Array, k: Array, p: Array) -> list[Climb]:
+    """All levels, from queries, keys and products of the blocks."""
+    from kernels.path.gpu_moves import move
+    from kernels.path.levels import products
+
+    out: list[Climb] = []
+    for n, level in enumerate(options.levels):
+        top = n == len(options.levels) - 1
+        made = products(p, level, top)
+        out.append(Climb(level, q, k, p, made))
+        if not top:
+            half = lambda m: m.astype(jnp.float16)
+            one = partial(move, level=level, packed=False, dtypes=(jnp.float16,), interpret=options.interpret)
+            (q,) = one(q, half(made.left), transposed=False)
+            (k,) = one(k, half(made.right), transposed=True)
+            p = made.whole
+    return out
+
+
+def _carried(options: PathOptions, step: Climb, dtype: Any) -> tuple[Array, Array]:
+    """A level's queries and its keys, once per pair of children, in the attention's dtype."""
+    from kernels.path.gpu_moves import move
+
+    m = step.made.pairs.astype(jnp.float16)
+    carry = partial(move, level=step.level, packed=True, transposed=True, interpret=options.interpret)
+    return step.q.astype(dtype), carry(step.k, m, dtypes=(dtype,))[0]
+
+
+def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Softmax over the union of the parts' keys, from each part's o [B, T, H, D] and lse [B, T, H]."""
+    top = parts[0][1]
+    for _, lse in parts[1:]:
+        top = jnp.maximum(top, lse)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(lse - top) for _, lse in parts]
+    total: Any = sum(weights)
+    some = total > 0
+    safe = jnp.where(some, total, 1)
+    o: Any = sum((w / safe)[..., None] * o.astype(jnp.float32) for w, (o, _) in zip(weights, parts, strict=True))
+    return o.astype(parts[0][0].dtype), jnp.where(some, top + jnp.log(safe), -jnp.inf)
+
+
+def _forward(options: PathOptions, x: Leaves) -> Any:
+    from kernels.path import gpu_levels
+    from kernels.path.gpu_blocks import block_queries
+
+    keys = _keys(options, x, inverted=False)
+    own = block_queries(options.block, _block_inputs(options, x), keys)
+    parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
+    for step in _climb(options, own["q16"], keys["k16"], keys["p"]):
+        q, k = _carried(options, step, x["q"].dtype)
+        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), step.level, q, k))
+    o, lse = _merge(parts)
+    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (o, lse), (x, own["q16"], o, lse)
+
+
+def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
+    from kernels.path import gpu_levels
+    from kernels.path.gpu_blocks_backward import block_row_sums
+
+    x, q16, o, lse = residuals
+    do, dlse = cotangents
+    alive = lse > -jnp.inf
+    dlse = jnp.where(alive, dlse, 0)
+    delta = jnp.where(alive, (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1), 0) - dlse
+    lse = jnp.where(alive, lse, jnp.inf)
+    keys = _keys(options, x, inverted=True)
+    blocks = _block_inputs(options, x)
+    steps = _climb(options, q16, keys["k16"], keys["p"])
+    states, sums = [], []
+    for step in steps:
+        q, k = _carried(options, step, x["q"].dtype)
+        state = gpu_levels.recompute(options.attention, _level_inputs(x), step.level, q, k, do, lse)
+        states.append(state)
+        sums.append(gpu_levels.query_side(state, delta))
+    back = {"do": do, "lse": _heads_first(lse), "delta": _heads_first(delta)}
+    if x["gates"] is not None:
+        # d(logits) of a row sum to dlse; what is left is the rounding of o in delta, which would add up in the running
+        # sum behind the gates: the keys get a delta without it.
+        rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(s["rows"] for s in sums)
+        delta = delta + jnp.where(alive, rows - dlse, 0)
+        back["delta"] = _heads_first(delta)
+    key_sums = [gpu_levels.key_side(state, delta) for state in states]
+    dq0, dk0, dp = _descend(options, steps, sums, key_sums, x["k"].shape[2])
+    grads = _block_gradients(options, x, blocks, keys, back | {"dq0": dq0, "dk0": dk0, "dp": dp})
+    return (_collect(options, x, grads, sums, key_sums, dlse),)
+
+
+def _descend(options: PathOptions, steps: list[Climb], sums: Any, key_sums: Any, kv_heads: int) -> tuple[Any, Any, Any]:
+    """Gradients of the blocks' queries at the left edge, keys at the right edge and products."""
+    from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
+    from kernels.path.levels import Products, products
+
+    dq: Any = None
+    dk: Any = None
+    dp: Any = None
+    bf16 = jnp.bfloat16
+    for step, queries, columns in reversed(list(zip(steps, sums, key_sums, strict=True))):
+        level, made, interpret = step.level, step.made, options.interpret
+        rows = partial(move_backward_rows, level=level, dtype=jnp.float32, interpret=interpret)
+        matrices = partial(move_backward_matrices, level=level, kv_heads=kv_heads, interpret=interpret)
+        half = lambda m: m.astype(jnp.float16)
+        dkeys = columns["keys"].astype(bf16)
+        here_k = rows(dkeys, half(made.pairs), transposed=True, packed=True)
+        dmade = Products(matrices(step.k, dkeys, transposed=True, packed=True), None, None, None)
+        here_q = queries["dq"].astype(jnp.float32)
+        if dq is not None:
+            dmade = Products(
+                dmade.pairs,
+                matrices(step.q, dq, transposed=False, packed=False),
+                matrices(step.k, dk, transposed=True, packed=False),
+                dp,
+            )
+            here_q += rows(dq, half(made.left), transposed=False, packed=False)
+            here_k += rows(dk, half(made.right), transposed=True, packed=False)
+        dq, dk = here_q.astype(bf16), here_k.astype(bf16)
+        pull = jax.vjp(partial(products, level=level, top=dp is None), step.p)[1]
+        (dp,) = pull(dmade)
+    return dq, dk, dp
+
+
+def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any, back: Leaves) -> dict[str, Array]:
+    from kernels.path.gpu_blocks_backward import block_keys_backward, block_queries_backward
+
+    heads, kv_heads = x["q"].shape[2], x["k"].shape[2]
+    if back["dq0"] is None:  # a row of one block
+        back["dq0"] = jnp.zeros(x["q"].shape, jnp.bfloat16)
+        back["dk0"] = jnp.zeros(x["k"].shape, jnp.bfloat16)
+        back["dp"] = jnp.zeros(keys["p"].shape, jnp.float32)
+    grads = block_queries_backward(options.block, blocks, keys, back, x["params"] is not None)
+
+    def per_key_head(g: Array, axis: int) -> Array:
+        if heads == kv_heads:
+            return g
+        return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
+
+    grads |= {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz")}
+    grads |= {n: per_key_head(grads[n], 2) for n in ("dk", "dv")}
+    through = {n: grads[n] for n in ("dw", "du", "dz")} | {"dk_in": grads["dk"]} | {n: back[n] for n in ("dk0", "dp")}
+    return grads | block_keys_backward(x["k"], x["w"], _betas(x), keys, through, interpret=options.interpret)
+
+
+def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, key_sums: Any, dlse: Array) -> Leaves:
+    """The cotangent of x."""
+    out: Leaves = dict.fromkeys(x)
+    out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_out"], "beta": _heads_first(grads["dbeta"])}
+    out["v"] = (grads["dv"] + sum(s["v"] for s in key_sums)).astype(x["v"].dtype)
+    if x["params"] is not None:
+        pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]
+        (own,) = pull(grads["dbias"].sum((0, 2)))
+        out["params"] = jax.tree.map(lambda *parts: sum(parts), own, *[s["params"] for s in sums])
+    if x["sharpness"] is not None:
+        out["sharpness"] = _heads_first(grads["dsharpness"]) + sum(s["sharpness"] for s in sums)
+    if x["gates"] is not None:
+        # The sum of d(logits) over a row is the cotangent of its log-sum-exp, exactly.
+        rows = dlse * x["sharpness"] if x["sharpness"] is not None and options.sharpen_prior else dlse
+        columns = _heads_first(grads["columns"]) + sum(s["columns"] for s in key_sums)
+        out["gates"] = (rows - columns, jnp.zeros_like(rows))
+    if x["segments"] is not None:
+        out["segments"] = np.zeros(x["segments"].shape, jax.dtypes.float0)
+    return out
+
+
+path.defvjp(_forward, _backward)

@@ -1,0 +1,129 @@
+"""Levels of the row above its blocks: which tokens are joined, the products between them, and what is moved by them.
+
+A level joins `radix` neighbours of `size` tokens each. Queries stand at the left edge of their child, keys are needed
+there too: keys of child c for the queries of child a > c are k R_ac with
+
+    R_ac = (P_{a−1} … P_{c+1})ᵀ        queries go the other way, q P: rows times P move a query to the left edge
+
+where P_c is the product of child c. Everything here is float32 until one rounding at the end.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+RADIX = 8
+
+
+class Level(NamedTuple):
+    """`radix` children of `size` tokens each."""
+
+    radix: int
+    size: int
+
+    @property
+    def parent(self) -> int:
+        return self.radix * self.size
+
+    @property
+    def pairs(self) -> int:
+        """Children (a, c) with c < a; pair (a, c) has the number a (a − 1) / 2 + c."""
+        return self.radix * (self.radix - 1) // 2
+
+    @property
+    def stored(self) -> int:
+        """Carried keys per parent."""
+        return self.pairs * self.size
+
+
+def plan_levels(length: int, block: int) -> tuple[Level, ...]:
+    """Levels from blocks of `block` tokens up to the whole row, with few tokens of padding.
+
+    Above the first all have the radix RADIX, the last up to that: a level stores (radix − 1) / 2 times the keys, and
+    the first one, whose children are blocks, is the least efficient.
+    """
+    count = -(-length // block)
+    if count == 1:
+        return ()
+    depth = 1
+    while RADIX**depth < count:
+        depth += 1
+    levels, size = [], block
+    for above in reversed(range(depth)):
+        radix = -(-count // RADIX**above)
+        levels.append(Level(radix, size))
+        count, size = -(-count // radix), size * radix
+    return tuple(levels)
+
+
+# ---- Products ----
+
+
+@jax.custom_vjp
+def _times(a: Array, b: Array) -> Array:
+    """a b in full float32; gradients at the platform's fast float32, which no product is built on."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _times_bwd(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    a, b = saved
+    return jnp.matmul(grad, b.swapaxes(-1, -2)), jnp.matmul(a.swapaxes(-1, -2), grad)
+
+
+_times.defvjp(lambda a, b: (_times(a, b), (a, b)), _times_bwd)
+
+
+class Products(NamedTuple):
+    """Of the children of every parent, [B, K, parents, ·, D, D] float32.
+
+    pairs: P_{a−1} … P_{c+1} of every pair; left: P_{a−1} … P_0 (radix of them); right: P_last … P_{c+1} (radix of
+    them); whole [B, K, parents, D, D]. The last three are None at the top level, which nothing joins.
+    """
+
+    pairs: Array
+    left: Array | None
+    right: Array | None
+    whole: Array | None
+
+
+def products(p: Array, level: Level, top: bool) -> Products:
+    """From the children's products p [B, K, parents · radix, D, D]."""
+    r = level.radix
+    p = p.reshape(*p.shape[:2], -1, r, *p.shape[3:])
+    eye = jnp.broadcast_to(jnp.eye(p.shape[-1], dtype=p.dtype), p[:, :, :, 0].shape)
+    last = r - 2 if top else r  # longest product that is needed
+    runs = [p]  # runs[g - 1][a - g] = P_{a−1} … P_{a−g}, for a = g … r
+    for _ in range(1, last):
+        before = runs[-1]
+        runs.append(_times(p[:, :, :, r - before.shape[3] + 1 :], before[:, :, :, :-1]))
+    run = lambda a, g: eye if g == 0 else runs[g - 1][:, :, :, a - g]
+    stack = lambda parts: jnp.stack(parts, axis=3)
+    pairs = stack([run(a, a - 1 - c) for a in range(1, r) for c in range(a)])
+    if top:
+        return Products(pairs, None, None, None)
+    left, right = [run(a, a) for a in range(r)], [run(r, r - 1 - c) for c in range(r)]
+    return Products(pairs, stack(left), stack(right), run(r, r))
+
+
+# ---- Packed keys ----
+
+
+def pair_of(number: Array, radix: int) -> tuple[Array, Array]:
+    """(a, c) of a pair's number, by comparisons (works inside kernels)."""
+    a = number * 0 + 1
+    for t in range(2, radix):
+        a = a + (number >= t * (t - 1) // 2).astype(jnp.int32)
+    return a, number - lax.div(a * (a - 1), jnp.int32(2))
+
+
+def fold(x: Array, level: Level) -> Array:
+    """Sum over the queries' children: x [N, stored, …] -> [N, parent, …] float32; child c gets Σ_{a > c} of (a, c)."""
+    x = x.reshape(x.shape[0], level.pairs, level.size, *x.shape[2:])
+    parts = []
+    for c in range(level.radix):
+        some = [x[:, a * (a - 1) // 2 + c].astype(jnp.float32) for a in range(c + 1, level.radix)]
+        parts.append(sum(some) if some else jnp.zeros(x[:, 0].shape, jnp.float32))
+    return jnp.concatenate(parts, axis=1)
