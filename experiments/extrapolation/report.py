@@ -187,6 +187,15 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Put the lines of `text` between two marks of a file, in place of what stands there. ValueError without marks."""
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closing, after = rest.partition(end)
+    if not mark or not closing:
+        raise ValueError(f"{path} has no {begin!r} … {end!r} to write between")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.extrapolation.report", description=__doc__)
     parser.add_argument("folder", type=Path, help="where results.json is")

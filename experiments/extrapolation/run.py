@@ -22,6 +22,7 @@ from bampath.config import Config
 from experiments.extrapolation.config import SIZES, Study
 
 HERE = Path(__file__).parent
+FRONT = HERE.parent.parent / "README.md"
 RUNS = Path("runs/extrapolation")
 BEGIN, END = "<!-- results: written by --publish -->", "<!-- end of results -->"
 
@@ -136,16 +137,19 @@ def describe(study: Study, config: Config) -> dict[str, Any]:
 
 
 def publish(out: Path, results: dict[str, Any]) -> None:
-    """Copy results.json, report.md and figures beside this script, and write the numbers into the README."""
-    from experiments.extrapolation.report import findings, passkey_table, perplexity_table, time_table
+    """Copy results.json, report.md and figures beside this script, and write the numbers into both READMEs."""
+    from experiments.extrapolation.report import (
+        findings,
+        passkey_table,
+        perplexity_table,
+        replace_between,
+        time_table,
+    )
 
     shutil.rmtree(HERE / "figures", ignore_errors=True)
     shutil.copytree(out / "figures", HERE / "figures")
     for name in ("results.json", "report.md"):
         shutil.copy(out / name, HERE / name)
-    readme = HERE / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
     env, total = results["env"], results["study"]["total_seconds"]
     numbers = "\n\n".join(
         [
@@ -156,7 +160,8 @@ def publish(out: Path, results: dict[str, Any]) -> None:
             time_table(results),
         ]
     )
-    readme.write_text(f"{before}{BEGIN}\n\n{numbers}\n\n{END}{after}", encoding="utf-8")
+    replace_between(HERE / "README.md", BEGIN, END, f"\n{numbers}\n")
+    replace_between(FRONT, "<!-- passkey table -->", "<!-- end of passkey table -->", passkey_table(results))
 
 
 def _is_override(word: str) -> bool:

@@ -1,12 +1,13 @@
 """The extrapolation study from beginning to end, in seconds: two schemes, three steps each, on a few sentences."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from bampath.evaluation import passkey, perplexity
-from experiments.extrapolation import cells, report, run
+from experiments.extrapolation import cells, commands, report, run
 from experiments.extrapolation.config import SIZES, Study
 
 SCHEMES = ("nope", "bam(init=slopes)+ssmax")
@@ -138,8 +139,12 @@ def test_publishing_writes_the_numbers_into_the_readme(results, folder, monkeypa
     (here / "figures").mkdir(parents=True)
     (here / "figures" / "stale.png").write_bytes(b"")
     (here / "README.md").write_text(f"before\n{run.BEGIN}\nold\n{run.END}\nafter\n", encoding="utf-8")
+    (folder / "FRONT.md").write_text("<!-- passkey table -->\nold\n<!-- end of passkey table -->", encoding="utf-8")
     monkeypatch.setattr(run, "HERE", here)
+    monkeypatch.setattr(run, "FRONT", folder / "FRONT.md")
     run.publish(folder / "out", results)
+    front = (folder / "FRONT.md").read_text(encoding="utf-8")
+    assert front == f"<!-- passkey table -->\n{report.passkey_table(results)}\n<!-- end of passkey table -->"
     text = (here / "README.md").read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -147,6 +152,46 @@ def test_publishing_writes_the_numbers_into_the_readme(results, folder, monkeypa
     assert "old" not in text
     assert not (here / "figures" / "stale.png").exists()
     assert (here / "results.json").exists()
+
+
+def test_marks_that_are_missing_are_named(tmp_path):
+    (tmp_path / "page.md").write_text("a <b> c", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"page.md has no '<b>' … '<c>'"):
+        report.replace_between(tmp_path / "page.md", "<b>", "<c>", "text")
+
+
+def test_what_the_commands_cost_is_measured_and_written(tmp_path, monkeypatch):
+    """`make` is a stand-in that prints what the real one would; the third step fails."""
+    (tmp_path / "README.md").write_text(f"before\n{commands.BEGIN}\n{commands.END}\nafter\n", encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    make = tmp_path / "bin" / "make"
+    script = """#!/bin/sh
+    case $1 in demo) echo "total     364 s" ;; test) echo "1 failed, 2 passed in 3.21s"; exit 2 ;; esac
+    """
+    make.write_text(script, encoding="utf-8")
+    make.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(commands, "HERE", tmp_path)
+    monkeypatch.setattr(commands.subprocess, "run", _without_clone(commands.subprocess.run))
+    assert commands.main([]) == 2
+    rows = json.loads((tmp_path / "commands.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["case"], row["status"], row["closing"]) for row in rows] == [
+        ("setup", 0, ""),
+        ("demo", 0, "total     364 s"),
+        ("test", 2, "1 failed, 2 passed in 3.21s"),
+    ]
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| test | `make test` | 0 | 2 | 1 failed, 2 passed in 3.21s |" in text
+    assert text.endswith("after\n")
+    assert commands.main(["--only", "setup"]) == 0
+    assert "make demo" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def _without_clone(real):
+    def run(command, **options):
+        return None if command[:2] == ["git", "clone"] else real(command, **options)
+
+    return run
 
 
 def test_command_line(tmp_path):
