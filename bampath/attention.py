@@ -22,6 +22,7 @@ from bampath.positions.slots import Geometry, Slots, Tokens
 from bampath.sharding import weight
 from bampath.sharding.attention import attend
 from kernels.attention.api import attention
+from kernels.lsh.decode import lsh_extend
 from kernels.path.decode import path_extend
 
 Array = jax.Array
@@ -144,6 +145,11 @@ def attend_row(slots: Slots, v: Array, tokens: RowTokens, implementation: str | 
             )
         w, beta = slots.householder
         return attend(arrays | {"w": w, "beta": beta}, scale_gates=slots.scale_gates, **options)
+    if slots.grids is not None:
+        if tokens.custom:
+            raise ValueError("lsh counts positions from the beginning of each document: it takes no explicit positions")
+        arrays |= dict(zip(("widths", "offsets"), slots.grids, strict=True))
+        return attend(arrays, combine=slots.combine, implementation=implementation)
     arrays["positions"] = tokens.positions if tokens.custom else None
     return attend(arrays, window=slots.window, **options)
 
@@ -154,6 +160,19 @@ def attend_cache(
     """Attention of T new tokens to the cached ones and to themselves -> [B, T, H, D] and the cache with them in it."""
     if slots.householder is not None:
         return _attend_carried(slots, v, cache, view, implementation)
+    if slots.grids is not None:
+        assert cache.ring is not None
+        out, ring = lsh_extend(
+            slots.q,
+            slots.k,
+            v,
+            *slots.grids,
+            cache.ring,
+            positions=view.positions,
+            mask=view.ids >= 0,
+            combine=slots.combine,
+        )
+        return out, replace(cache, ring=ring)
     cache = replace(
         cache,
         k=caches.write(cache.k, slots.k, view.start),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bampath.positions.slots import Carry, Geometry
+from kernels.lsh.decode import Ring, empty_ring
 
 Array = jax.Array
 
@@ -22,13 +23,15 @@ class LayerCache:
 
     k, v [B, S, Hkv, D]: keys in the form that the scheme needs at the newest token (rotated for RoPE; for PaTH carried
     to the last token and kept in float32, so that rounding does not build up); log_gates [B, S, H] float32 or None;
-    carry: state of the scheme's parts, such as the last inputs of a short convolution.
+    carry: state of the scheme's parts, such as the last inputs of a short convolution; ring: instead of k and v (which
+    then have no slots) where no query looks further back than a fixed number of keys.
     """
 
     k: Array
     v: Array
     log_gates: Array | None
     carry: Carry
+    ring: Ring | None = None
 
 
 @struct.dataclass
@@ -97,15 +100,29 @@ def write(slots: Array, new: Array, start: Array) -> Array:
 
 
 def empty_layer(
-    geometry: Geometry, batch: int, capacity: int, dtype: Any, *, carried_keys: bool, gates: bool, carry: Carry
+    geometry: Geometry,
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    carried_keys: bool,
+    gates: bool,
+    carry: Carry,
+    reach: int | None,
 ) -> LayerCache:
-    """A layer's memory before the first token. `carried_keys`: PaTH; `gates`: a forget gate is remembered too."""
+    """A layer's memory before the first token. `carried_keys`: PaTH; `gates`: a forget gate is remembered too; `reach`:
+    how many keys are enough, if not all are needed."""
+    ring = None
+    if reach is not None:
+        ring = empty_ring(batch, min(reach, capacity), geometry.kv_heads, geometry.head_dim, geometry.head_dim, dtype)
+        capacity = 0
     shape = (batch, capacity, geometry.kv_heads, geometry.head_dim)
     return LayerCache(
         k=jnp.zeros(shape, jnp.float32 if carried_keys else dtype),
         v=jnp.zeros(shape, dtype),
         log_gates=jnp.zeros((batch, capacity, geometry.heads), jnp.float32) if gates else None,
         carry=carry,
+        ring=ring,
     )
 
 

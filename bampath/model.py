@@ -164,6 +164,11 @@ def scan_period(config: ModelConfig) -> int:
         raise ValueError(
             f"model.scan=true needs layers with their own parameters, but all layers share those of {names}"
         )
+    drawing = [part.spec for composition in scheme.layers for part in composition.parts if part.DRAWS]
+    if drawing:
+        raise ValueError(
+            f"model.scan=true runs layers as one program, but {drawing[0]} draws differently in each layer"
+        )
     period = len(scheme.layers)
     if config.layers % period:
         raise ValueError(f"model.layers={config.layers} is not divisible by {scheme.name}'s pattern of {period} layers")
@@ -246,6 +251,7 @@ def init_cache(config: Any, batch: int, capacity: int) -> Cache:
                 carried_keys=composition.carries_keys,
                 gates=composition.has_gates,
                 carry=composition.init_carry(geometry, batch, dtype),
+                reach=composition.reach(geometry),
             )
         )
     return caches.empty(tuple(layers), batch, capacity)

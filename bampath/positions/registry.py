@@ -21,6 +21,7 @@ from bampath.positions.kerple import Kerple
 from bampath.positions.learned import Learned
 from bampath.positions.llama4 import Llama4
 from bampath.positions.logn import LogN
+from bampath.positions.lsh import LSH
 from bampath.positions.nope import NoPE
 from bampath.positions.path import PaTH
 from bampath.positions.priors import combine, evaluate
@@ -49,6 +50,7 @@ PARTS: dict[str, type[Part]] = {
         Kerple,
         T5,
         Sandwich,
+        LSH,
         FoX,
         SSMax,
         LogN,
@@ -108,6 +110,11 @@ class Composition:
     def window(self) -> int | None:
         """Size of the sliding window, None without one."""
         return next((part.size for part in self.parts if isinstance(part, Window)), None)
+
+    def reach(self, geometry: Geometry) -> int | None:
+        """The bound that a part sets on how many keys a query outside training looks back at; None without one."""
+        bounds = [bound for part in self.layer_parts if (bound := part.reach(geometry)) is not None]
+        return min(bounds, default=None)
 
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Carry:
         """State of the stateful parts before the first token: {part name: pytree with leading axis [batch]}."""

@@ -63,7 +63,8 @@ class Slots:
     """What the parts of a scheme have filled in for one layer; attention reads it and knows no scheme by name.
 
     q [B, T, H, D], k [B, T, Hkv, D] already rotated; log_gates [B, T, H] float32 ≤ 0; sharpness [B, T, H] float32;
-    householder = (w [B, T, Hkv, D] unit vectors, beta [B, T, Hkv]), both float32.
+    householder = (w [B, T, Hkv, D] unit vectors, beta [B, T, Hkv]), both float32; grids = (widths, offsets) of
+    random blocks, [H, samples] each (`kernels.lsh`), combined as `combine` says.
     """
 
     q: Array
@@ -72,6 +73,8 @@ class Slots:
     log_gates: Array | None = None
     sharpness: Array | None = None
     householder: tuple[Array, Array] | None = None
+    grids: tuple[Array, Array] | None = None
+    combine: Literal["shared", "mean"] = struct.field(pytree_node=False, default="shared")
     sharpen_prior: bool = struct.field(pytree_node=False, default=True)
     scale_gates: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
@@ -109,6 +112,7 @@ class Part:
     MAIN: ClassVar[str | None] = None  # the option that a spec may give without its name, as in window(512)
     GATES: ClassVar[bool] = False  # fills log_gates
     CARRIES_KEYS: ClassVar[bool] = False  # a cache must keep its keys carried to the newest token, in float32
+    DRAWS: ClassVar[bool] = False  # draws random numbers, in training from the rng "sample", differently in every layer
     BY_HAND: ClassVar[tuple[str, ...]] = ()  # what `distance_prior` takes beside the parameters, if it is given
 
     def __post_init__(self) -> None:
@@ -138,6 +142,13 @@ class Part:
     def module(self, geometry: Geometry, name: str | None = None) -> nn.Module:
         """The module that owns the part's parameters and fills its slot."""
         return InputModule(self, geometry, name=name) if self.SLOT == "input" else PartModule(self, geometry, name=name)
+
+    def reach(self, geometry: Geometry) -> int | None:
+        """How many keys a query outside training looks back at, itself included, if that is bounded; None: all.
+
+        A cache keeps a ring of so many keys per row for a part that has `grids`.
+        """
+        return None
 
     def max_positions(self, geometry: Geometry) -> int | None:
         """How many positions the part is defined for; None: any number."""

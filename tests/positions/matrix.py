@@ -21,6 +21,7 @@ COMPOSITIONS = [
     "bam(init=slopes)+ssmax(inside=false)",
     "alibi+bam(mu=trainable)+kerple",
     "rope+fox",
+    "rope+lsh(3)",
     "fox+ssmax",
     "path+fox",
     "path(scale_gates=true)+fox+bam(init=laplace)+ssmax",

@@ -57,7 +57,9 @@ def _check(slots, composition):
     names = {part.NAME for part in composition.layer_parts}
     assert (slots.q.shape, slots.q.dtype) == ((2, LENGTH, 4, 6), jnp.bfloat16)
     assert (slots.k.shape, slots.k.dtype) == ((2, LENGTH, 2, 6), jnp.bfloat16)
-    assert (slots.prior is not None) == bool(names & {"alibi", "bam", "kerple", "t5", "sandwich"})
+    exact = any(getattr(part, "evaluate", "") == "exact" for part in composition.layer_parts)
+    assert (slots.prior is not None) == (bool(names & {"alibi", "bam", "kerple", "t5", "sandwich"}) or exact)
+    assert (slots.grids is not None) == ("lsh" in names and not exact)
     assert (slots.log_gates is not None) == composition.has_gates
     assert (slots.sharpness is not None) == bool(names & {"ssmax", "logn", "llama4"})
     assert (slots.householder is not None) == composition.carries_keys
