@@ -44,7 +44,8 @@ def likelihoods(reader: Reader, pairs: Sequence[Pair], batch_tokens: int) -> lis
         width = -(-len(order[0]) // WIDTH) * WIDTH
         size = max(1, batch_tokens // width)
         batch, order = order[:size], order[size:]
-        scored = max(max(tails[rows[row]]) for row in batch)
+        longest = max(max(tails[rows[row]]) for row in batch)
+        scored = min(width, 1 << (longest - 1).bit_length())  # a power of two: few shapes
         for row, logits in zip(batch, _read(reader, batch, size, width, scored), strict=True):
             found[row] = {count: logits[-count:] for count in tails[rows[row]]}
     return [_of(found[_row(pair)][len(pair.continuation)], pair.continuation) for pair in pairs]

@@ -78,3 +78,26 @@ class Guesser(Oracle):
         logits = np.full((*places.shape, self.vocab), -30.0, np.float32)
         logits[..., self._digits] = self._random.normal(size=(*places.shape, len(self._digits)))
         return logits
+
+
+class Bigrams:
+    """A model whose next token depends on the last one only: p(next | last) = table[last, next]."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table, self.rows = np.asarray(table, np.float64), 0
+
+    def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        self.rows += len(tokens)
+        return np.log(self.table)[np.take_along_axis(tokens, places, axis=1)].astype(np.float32)
+
+    def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        return -np.log(self.table)[tokens, targets].astype(np.float32)
+
+    def answer(self, prompts: Sequence[Sequence[int]], new_tokens: int, stop) -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            row: list[int] = []
+            while len(row) < new_tokens and not (stop is not None and row and stop(row)):
+                row.append(int(self.table[[*prompt, *row][-1]].argmax()))
+            found.append(row)
+        return found
