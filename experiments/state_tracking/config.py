@@ -3,45 +3,111 @@
 from dataclasses import dataclass, replace
 
 from bampath.config import Config, get
+from bampath.evaluation.state.__main__ import PREFIX
+from bampath.evaluation.state.tasks import parse_task
 
 SCHEMES = ("rope", "nope", "alibi", "bam+ssmax", "fox", "path", "path+fox")
+SOLVED = 0.9  # share of rows without a wrong answer from which a word problem counts as solved, as published
 
 
 @dataclass(frozen=True)
 class Trial:
     """A task with its budget, the same for every scheme.
 
-    task: spec of what is trained on; overrides: changes of `tiny`; layers: depths that are tried; test_sequences:
-    rows per test, for tests that are not named the number under "".
+    task: spec of what is trained on; overrides: changes of `tiny`; depths: numbers of layers; a deeper model is only
+    trained where no shallower one has solved the task; sequences: rows per test, by name, "" for all others.
     """
 
     task: str
     overrides: tuple[str, ...]
-    layers: tuple[int, ...] = (1,)
+    depths: tuple[int, ...] = (1,)
     schemes: tuple[str, ...] = SCHEMES
-    test_sequences: tuple[tuple[str, int], ...] = (("", 1000),)
+    sequences: tuple[tuple[str, int], ...] = (("", 1000),)
 
     def config(self, scheme: str, layers: int) -> Config:
-        """The configuration of a cell; train.seed is the first seed's. ValueError for what is wrong."""
-        from bampath.evaluation.state.tasks import parse_task
-
+        """The configuration of a cell. ValueError for a wrong task, scheme or override."""
         task = parse_task(self.task)
         size = (f"model.vocab_size={task.vocab_size}", f"data.sequence_length={task.length}", f"model.layers={layers}")
-        config = get("tiny", *size, *self.overrides, f"position={scheme}")
-        return replace(config, data=replace(config.data, source=f"state:{self.task}"))
+        last = {change.partition("=")[0]: change for change in (*size, *self.overrides, f"position={scheme}")}
+        config = get("tiny", *last.values())  # a later change of a key replaces an earlier
+        return replace(config, data=replace(config.data, source=f"{PREFIX}{self.task}"))
 
-    def sequences(self, test: str) -> int:
-        counts = dict(self.test_sequences)
+    def rows_of(self, test: str) -> int:
+        """How many rows a test has."""
+        counts = dict(self.sequences)
         return counts.get(test, counts[""])
 
 
 @dataclass(frozen=True)
 class Study:
-    """Trials in the order in which they are run, and how many seeds train side by side."""
+    """Trials in the order in which they are run; seeds train side by side."""
 
     name: str
     trials: tuple[Trial, ...]
-    seeds: int
+    seeds: tuple[int, ...]
 
 
-_RECIPE = ("model.attention_impl=xla", "train.tensorboard=false", "data.document_mask=false", "optim.clip_norm=1.0")
+# Seeds are a batch axis of one program, which the fused kernels do not take: the XLA implementations do.
+RECIPE = (
+    "model.attention_impl=xla",
+    "data.document_mask=false",
+    "optim.name=adamw",
+    "optim.schedule=linear",
+    "optim.lr_end=0",
+    "train.tensorboard=false",
+)
+# The shape of PaTH's flip-flop experiment; MLP and everything about its optimiser are not published.
+_FLIPFLOP = ("model.dim=64", "model.heads=2", "model.mlp_dim=128")
+
+_QUICK = ("optim.lr=0.01", "optim.warmup_steps=20", "data.batch_size=16", "train.steps=200")
+
+CPU = Study(
+    name="cpu",
+    trials=(
+        Trial(
+            task="fflm(pairs=64)",
+            overrides=(*RECIPE, *_FLIPFLOP, *_QUICK),
+            sequences=(("", 256), ("sparse", 1024)),
+        ),
+    ),
+    seeds=(0, 1),
+)
+
+# Flip-flops: optimiser, batch and steps of the task's own paper (arXiv 2306.00946, for a model of 19M parameters).
+_FLIPFLOP_BUDGET = (
+    *("optim.lr=0.0003", "optim.b2=0.999", "optim.weight_decay=0.1", "optim.warmup_steps=50"),
+    *("data.batch_size=16", "train.steps=10000"),
+)
+# Word problems and recall: a budget that fits the device time, the same for all.
+_WIDE = (
+    *("model.dim=256", "model.heads=4", "model.mlp_dim=512", "optim.lr=0.001", "optim.b2=0.999"),
+    *("optim.weight_decay=0.01", "optim.warmup_steps=100"),
+)
+_WORDS = (*_WIDE, "data.batch_size=256", "train.steps=4000")
+_RECALL = (*_WIDE, "model.heads=2", "data.batch_size=16", "train.steps=3000")
+
+GPU = Study(
+    name="gpu",
+    trials=(
+        Trial(
+            task="fflm",
+            overrides=(*RECIPE, *_FLIPFLOP, *_FLIPFLOP_BUDGET),
+            sequences=(("", 1000), ("sparse", 20_000), ("dense", 3000)),
+        ),
+        Trial(task="words(a5)", overrides=(*RECIPE, *_WORDS), depths=(1, 2, 4), schemes=("rope", "fox", "path")),
+        Trial(task="mqrar(back=2)", overrides=(*RECIPE, *_RECALL), depths=(2,)),
+        Trial(task="mqrar(back=1)", overrides=(*RECIPE, *_RECALL), depths=(2,), schemes=("rope", "fox", "path")),
+        Trial(task="mqrar(back=3)", overrides=(*RECIPE, *_RECALL), depths=(2,), schemes=("rope", "fox", "path")),
+        Trial(task="mqrar(back=4)", overrides=(*RECIPE, *_RECALL), depths=(2,), schemes=("rope", "fox", "path")),
+        Trial(task="words(s5)", overrides=(*RECIPE, *_WORDS), depths=(1, 2, 4), schemes=("rope", "fox", "path")),
+        Trial(
+            task="mqar(pairs=32,length=256)",
+            overrides=(*RECIPE, *_RECALL, "data.batch_size=64", "train.steps=2000"),
+            depths=(2,),
+            schemes=("rope", "fox", "path"),
+        ),
+    ),
+    seeds=(0, 1, 2),
+)
+
+SIZES = {study.name: study for study in (CPU, GPU)}

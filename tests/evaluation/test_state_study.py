@@ -1,0 +1,144 @@
+"""The state-tracking study from beginning to end in seconds: tiny models, a few steps, a short list of cells."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bampath.evaluation.state import __main__ as command
+from bampath.evaluation.state.tasks import parse_task
+from experiments.state_tracking import cells, report, run, training
+from experiments.state_tracking.config import RECIPE, SIZES, Study, Trial
+
+SMALL = (
+    *(*RECIPE, "model.dim=8", "model.heads=2", "model.mlp_dim=8", "model.attention_impl=reference"),
+    *("data.batch_size=2", "optim.warmup_steps=0", "optim.lr=0.01", "train.steps=3"),
+)
+TRIALS = (
+    Trial("fflm(pairs=4)", SMALL, schemes=("nope",), sequences=(("", 8), ("sparse", 5))),
+    Trial("words(letters=2)", SMALL, depths=(1, 2), schemes=("nope",), sequences=(("", 4),)),
+)
+
+
+@pytest.fixture(scope="module")
+def study():
+    return Study("test", TRIALS, (0, 1))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("study")
+
+
+@pytest.fixture(scope="module")
+def results(study, out):
+    first = run.run_study(study, out, minutes=0)  # no time: the list of cells, and none of them done
+    assert not first["rows"]
+    assert not first["study"]["complete"]
+    return run.run_study(study, out)
+
+
+def test_results_have_a_row_per_seed_and_test(results, out):
+    saved = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert saved == json.loads(json.dumps(results))
+    assert saved["study"]["complete"]
+    scored = [row for row in saved["rows"] if row["benchmark"] == "state"]
+    flips = [(r["case"], r["seed"], r["test"], r["sequences"]) for r in scored if r["trained_on"] == "fflm(pairs=4)"]
+    tests = (("in-distribution", 8), ("sparse", 5), ("dense", 8))
+    assert flips == [("nope", seed, *test) for seed in (0, 1) for test in tests]
+    words = [(r["layers"], r["seed"]) for r in scored if r["trained_on"] == "words(letters=2)"]
+    assert words == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    training_rows = [row for row in saved["rows"] if row["benchmark"] == "training"]
+    assert all(row["curve"]["step"] == [3] and row["steps"] == 3 for row in training_rows)
+    assert training_rows[0]["curve"]["loss"] != training_rows[1]["curve"]["loss"]  # seeds differ
+
+
+def test_report_and_figures(results, out):
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert "| `nope` | 1 |" in text
+    assert "Least layers (of [1, 2])" in text
+    assert "PaTH's paper" in text
+    shown = sorted(path.name for path in (out / "figures").iterdir())
+    assert shown == ["fflm-pairs-4.png", "words-letters-2.png"]
+    assert all(f"figures/{name}" in text for name in shown)
+
+
+def test_finished_cells_are_read_and_others_refused(results, study, out, monkeypatch):
+    monkeypatch.setattr(cells, "train", None)
+    again = run.run_study(study, out, minutes=0)
+    assert again["rows"] == json.loads(json.dumps(results["rows"]))
+    assert again["study"]["complete"]
+    with pytest.raises(ValueError, match="other options"):
+        run.run_study(Study("test", TRIALS, (0, 2)), out)
+
+
+def test_a_solved_task_needs_no_deeper_model(study):
+    def row(accuracy):
+        facts = {"trained_on": "words(letters=2)", "case": "nope", "layers": 1, "test": "in-distribution"}
+        return {**facts, "sequence_accuracy": accuracy}
+
+    tried = lambda rows: [c.layers for c in run.cells_of(study, rows) if c.trial.task.startswith("words")]
+    assert tried([row(0.95), row(0.9)]) == [1]
+    assert tried([row(0.95), row(0.8)]) == [1, 2]
+    assert tried([]) == [1, 2]
+
+
+def test_checkpoints_are_asked_what_they_were_trained_on(results, out, capsys):
+    checkpoint = out / "cells" / "fflm-pairs-4-nope-1l" / "seed1"
+    command.main([str(checkpoint), "--samples", "8", "--seed", "1", "--out", str(out / "state.json")])
+    rows = json.loads((out / "state.json").read_text(encoding="utf-8"))["rows"]
+    (want,) = [
+        row
+        for row in results["rows"]
+        if row["benchmark"] == "state" and row["seed"] == 1 and row["test"] == "dense"
+        if row["trained_on"] == "fflm(pairs=4)"
+    ]
+    assert [row["test"] for row in rows] == ["in-distribution", "sparse", "dense"]
+    assert rows[2]["wrong"] == want["wrong"]
+    assert rows[2]["answers"] == want["answers"]
+    assert "dense" in capsys.readouterr().out
+    assert "wrong answers" in (out / "state.md").read_text(encoding="utf-8")
+
+
+def test_seeds_side_by_side_are_seeds_alone():
+    trial = TRIALS[0]
+    config, task = trial.config("nope", 1), parse_task(trial.task)
+    both = training.train(config, task, (3, 4), lambda step, loss: None)
+    alone = training.train(config, task, (4,), lambda step, loss: None)
+    for a, b in zip(jax.tree.leaves(training.seed_of(both.params, 1)), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b[0], atol=1e-5)
+    assert both.curve[0][1][1] == pytest.approx(alone.curve[0][1][0], rel=1e-5)
+
+
+def test_publishing_keeps_the_sizes_apart(results, out, tmp_path):
+    run.publish(out, tmp_path, results)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["figures", "report-test.md", "results-test.json"]
+    text = (tmp_path / "report-test.md").read_text(encoding="utf-8")
+    assert "(figures/test-fflm-pairs-4.png)" in text
+    assert (tmp_path / "figures" / "test-fflm-pairs-4.png").exists()
+
+
+def test_command_line(tmp_path):
+    options = run.parse(["--size", "gpu", "--tasks", "fflm", "--schemes", "rope", "kerple", "--seeds", "5"])
+    study = run.study_of(options)
+    assert [(trial.task, trial.schemes) for trial in study.trials] == [("fflm", ("rope", "kerple"))]
+    assert study.seeds == (5,)
+    with pytest.raises(ValueError, match="not in the study"):
+        run.study_of(run.parse(["--tasks", "parity"]))
+    (tmp_path / "cells").mkdir()
+    with pytest.raises(ValueError, match="--resume"):
+        run.folder_of(run.parse(["--out", str(tmp_path)]))
+    with pytest.raises(ValueError, match="--out"):
+        run.folder_of(run.parse(["--resume"]))
+    with pytest.raises(ValueError, match="did you mean"):
+        run.main(["--schemes", "roqe", "--out", str(tmp_path / "new")])
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_every_scheme_has_the_same_budget(name):
+    for trial in SIZES[name].trials:
+        configs = [trial.config(scheme, trial.depths[0]) for scheme in trial.schemes]
+        assert len({(c.optim, c.data, c.train) for c in configs}) == 1
+        assert {c.model.train_length for c in configs} == {parse_task(trial.task).length}
+    assert len(report.describe(SIZES[name])["trials"]) == len(SIZES[name].trials)
