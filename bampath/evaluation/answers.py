@@ -97,11 +97,11 @@ def ask(
     longest = max(map(len, prompts))
     if budget is not None and longest + new_tokens > budget:
         raise ValueError(f"a prompt of {longest} tokens and {new_tokens} new ones do not fit a budget of {budget}")
-    stop = None if until is None else lambda tokens: until in tokenizer.decode(tokens)
+    stop = None if until is None else lambda tokens: until in text_of(tokenizer, tokens)
     start = time.monotonic()
     raw = answerer.answer(prompts, new_tokens, stop)
     seconds = time.monotonic() - start
-    texts = [tokenizer.decode(tokens) for tokens in raw]
+    texts = [text_of(tokenizer, tokens) for tokens in raw]
     if until is not None:
         texts = [text.partition(until)[0] for text in texts]
     answered = [
@@ -109,6 +109,11 @@ def ask(
         for question, prompt, text in zip(questions, prompts, texts, strict=True)
     ]
     return answered, seconds
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of generated tokens. A model may have more embeddings than its tokenizer has ids: those are no text."""
+    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
 
 def row(answered: Sequence[Answered], **more: Any) -> dict[str, Any]:

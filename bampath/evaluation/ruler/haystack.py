@@ -45,7 +45,7 @@ def make(task: Niah, size: int, draw: random.Random, words: WordLists, essay: li
     """A prompt with a haystack of `size` items (noise, needle) or words (essay).
 
     words: its adjective-nouns are keys and values; essay: the words of the prose. The needles of one prompt
-    are shuffled by Random(42), as published.
+    are shuffled by Random(42), as published. Depth: the mean of the needles that are asked for.
     """
     keys = [_symbol(task.key, draw, words) for _ in range(max(task.keys, task.queries))]
     values = [[_symbol(task.value, draw, words) for _ in range(task.values)] for _ in keys]
@@ -57,9 +57,10 @@ def make(task: Niah, size: int, draw: random.Random, words: WordLists, essay: li
     asked = draw.sample(range(len(keys)), task.queries)
     queries = [keys[i] for i in asked]
     query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
-    answers = tuple(value for i in asked for value in values[i])
+    wanted = [(keys[i], value) for i in asked for value in values[i]]
     prompt = template(task).format(kind=_kind(task), context=context, query=query)
-    return Question(prompt, answers, depth_of(prompt, _needle(task, queries[0], answers[0])))
+    depths = [depth_of(prompt, _needle(task, key, value)) for key, value in wanted]
+    return Question(prompt, tuple(value for _, value in wanted), sum(depths) / len(depths))
 
 
 def template(task: Niah) -> str:

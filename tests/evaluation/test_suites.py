@@ -1,0 +1,130 @@
+"""Whole suites on a checkpoint, as a person runs them: commands in, JSON, Markdown and figures out."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bampath import config as configs
+from bampath.checkpoint import Saver
+from bampath.data import ByteTokenizer
+from bampath.evaluation import __main__ as suites
+from bampath.evaluation import babilong, longbench_e, phonebook, short
+from bampath.evaluation.report import page
+from bampath.evaluation.suites import suite
+from bampath.model import LM
+from bampath.overrides import to_dict
+from bampath.params import unbox
+from tests.evaluation.oracles import PROSE, write_babi, write_names, write_words
+from tests.evaluation.test_longbench import record
+
+SMALL = ("model.dim=8", "model.heads=2", "model.mlp_dim=8", "model.layers=1", "model.attention_impl=reference")
+RULER = ("niah_single_2", "vt", "fwe")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with an untrained checkpoint and everything that the long suite reads."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "text.txt").write_text(PROSE.documents[0] * 6, encoding="utf-8")
+    config = configs.get(
+        "tiny", *SMALL, "position=nope", f"data.source={folder}/text.txt", "data.validation_fraction=0.5"
+    )
+    params = unbox(LM(config.model).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"])
+    facts = {"config": to_dict(config), "data": {}, "tokenizer": ByteTokenizer.fingerprint, "elapsed": 0.0}
+    with Saver(folder / "run") as saver:
+        saver.save(1, params, {"none": jnp.zeros(())}, facts)
+    write_words(folder / "words")
+    write_babi(folder / "babi")
+    write_names(folder / "names")
+    (folder / "v2.json").write_text(json.dumps([record(i, words=20) for i in range(3)]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(home):
+    options = {
+        "--suite": ["long"], "--lengths": ["2048"], "--samples": ["2"], "--cache": [home / "cache"],
+        "--words": [home / "words"], "--essay": [home / "text.txt"], "--ruler-tasks": RULER,
+        "--babi": [home / "babi"], "--babilong-tasks": ["qa1"], "--background": [home / "text.txt"],
+        "--names": [home / "names"], "--longbench2": [home / "v2.json"], "--text": [home / "text.txt"],
+        "--out": [home / "long.json"],
+    }  # fmt: skip
+    suites.main([str(home / "run"), *(str(word) for name, values in options.items() for word in (name, *values))])
+    return json.loads((home / "long.json").read_text(encoding="utf-8"))
+
+
+def test_the_long_suite_runs_and_reports(results, home):
+    rows = results["rows"]
+    names = [(row["benchmark"], row.get("task")) for row in rows if row["benchmark"] != "perplexity"]
+    v2 = [("longbench2", name) for name in ("Overall", "Easy", "Hard", "Short", "Medium")]  # of two samples
+    ruler = [("ruler", task) for task in RULER]
+    assert names == [("passkey", None), *ruler, ("babilong", "qa1"), ("phonebook", "phonebook"), *v2]
+    assert all(row["case"] == "nope" and row["step"] == 1 for row in rows)
+    assert [row["samples"] for row in rows if row["benchmark"] in ("passkey", "ruler", "phonebook")] == [2] * 5
+    assert [row["end"] for row in rows if row["benchmark"] == "perplexity"] == list(range(128, 2049, 128))
+    (essay,) = [row for row in rows if row.get("task") == "niah_single_2"]
+    assert (essay["essay"], essay["words"]) == ("text.txt", "words")
+    assert essay["tokens"] + 128 <= 2048
+    assert all({"depth", "correct", "answer", "references"} <= set(sample) for sample in essay["depths"])
+    assert results["skipped"] == {"longbench_e": "needs --longbench-e FOLDER, a local copy of LongBench's files"}
+    assert {"date", "jax", "device"} <= set(results["env"])
+
+
+def test_the_page_has_tables_figures_and_what_was_not_run(results, home):
+    text = (home / "long.md").read_text(encoding="utf-8")
+    shown = sorted(path.name for path in home.glob("long-*.png"))
+    assert {"long-passkey.png", "long-ruler.png", "long-ruler-depth.png", "long-perplexity.png"} <= set(shown)
+    assert all(f"({name})" in text for name in shown)
+    assert "mean of tasks" in text
+    assert "essay=text.txt" in text
+    assert "- longbench_e: needs" in text
+    assert text == page(results["env"], results["rows"], results["skipped"], [home / n for n in _in_order(text, shown)])
+
+
+def _in_order(text, names):
+    return sorted(names, key=lambda name: text.index(f"({name})"))
+
+
+def test_prompts_are_kept(results, home):
+    kept = sorted(path.name.rsplit("-", 1)[0] for path in (home / "cache").iterdir())
+    assert kept == ["babilong-qa1", "phonebook", *(f"ruler-{task}" for task in sorted(RULER))]
+
+
+def test_a_model_of_text_takes_the_state_suite(home, capsys):
+    suites.main([str(home / "run"), "--suite", "state", "--samples", "64", "--state-task", "fflm(pairs=40)"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
+    assert [line.split()[1] for line in lines] == ["in-distribution", "sparse", "dense"]
+
+
+def test_what_a_command_misses_is_said(home, monkeypatch):
+    run = str(home / "run")
+    with pytest.raises(ValueError, match="--babi"):
+        babilong.main([run])
+    with pytest.raises(ValueError, match="--longbench-e"):
+        longbench_e.main([run])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install names"):
+        phonebook.main([run])
+    with pytest.raises(ValueError, match="pip install 'lm_eval"):
+        short.main([run])
+
+
+def test_wrong_options_are_refused(home):
+    run = str(home / "run")
+    with pytest.raises(ValueError, match="--samples 0"):
+        phonebook.main([run, "--names", str(home / "names"), "--samples", "0"])
+    with pytest.raises(ValueError, match="longer length"):
+        phonebook.main([run, "--names", str(home / "names"), "--lengths", "80", "--cache", str(home / "cache")])
+    with pytest.raises(ValueError, match="not one of"):
+        suite("medium")
+
+
+def test_help_needs_no_checkpoint(capsys):
+    for argv in (["-h"], ["--suite", "long", "-h"]):
+        with pytest.raises(SystemExit):
+            suites.main(argv)
+    assert "--ruler-tasks" in capsys.readouterr().out
+    assert "lm_eval" not in sys.modules
