@@ -6,7 +6,7 @@ row (`transport.Span`): their queries go to the span's left edge to meet the cac
 go on to its right edge. Gates between a cached key and a query are the gates after the key, summed from the end of the
 cache, plus the gates of the new tokens up to the query: both sums have one sign, so nothing cancels.
 
-`path_extend` serves any number of new tokens and rewrites the cache once per call. `lazy.lazy_step` serves one token
+`path_extend` serves any number of new tokens and rewrites the cache once per call. `lazy.lazy_token` serves one token
 and rewrites the cache every few tokens.
 
 Everything here is for inference: correct under jax.grad as well, but not made for it.

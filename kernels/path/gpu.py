@@ -3,7 +3,7 @@
 Three kinds of kernels: blocks of 128 tokens (`gpu_blocks.py`), moves of queries and keys by products of blocks
 (`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention` (`gpu_levels.py`).
 The parts of a row's softmax are joined by their log-sum-exp. The backward pass recomputes the moved keys level by level
-and uses the log-sum-exp of the whole row in every part, so nothing per part is kept between the passes.
+and uses the log-sum-exp of the whole row in every part, so no part's output is kept between the passes.
 """
 
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
     x: q, k, v, w [B, T, ·, 64 or 128], beta [B, T, K], params, sharpness [B, T, H], gates (hi, lo) [B, T, H], segments
     [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where absent.
     """
-    return _forward(options, x)[0]
+    return _attend(options, x, inverted=False)[0]
 
 
 def _heads_first(x: Array) -> Array:
@@ -183,44 +183,43 @@ def _betas(x: Leaves) -> Array:
     return _heads_first(jnp.maximum(x["beta"], LEAST_BETA))
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Climb:
-    """A level with what its attention starts from: q [B, T, H, D] at the left and k at the right edge of the children
-    (float16), the children's products p and those of their runs."""
+    """What the attention of a level starts from: q [B, T, H, D] at the left and k [B, T, K, D] at the right edge of the
+    children (float16), the children's products p and those of their runs (`gpu_products.runs`)."""
 
-    level: Level
     q: Array
     k: Array
     p: Array
-    made: Any
+    runs: Array
+    left: Array | None
 
 
 def _climb(options: PathOptions, q: Array, k: Array, p: Array) -> list[Climb]:
     """All levels, from queries, keys and products of the blocks."""
     from kernels.path.gpu_moves import move
-    from kernels.path.levels import products
+    from kernels.path.gpu_products import runs
 
     out: list[Climb] = []
     for n, level in enumerate(options.levels):
         top = n == len(options.levels) - 1
-        made = products(p, level, top)
-        out.append(Climb(level, q, k, p, made))
+        made, left, whole = runs(p, level, top, options.interpret)
+        out.append(Climb(q, k, p, made, None if top else left))
         if not top:
-            half = lambda m: m.astype(jnp.float16)
             one = partial(move, level=level, packed=False, dtypes=(jnp.float16,), interpret=options.interpret)
-            (q,) = one(q, half(made.left), transposed=False)
-            (k,) = one(k, half(made.right), transposed=True)
-            p = made.whole
+            (q,) = one(q, left, transposed=False)
+            (k,) = one(k, made, transposed=True, skip=level.pairs)
+            p = whole
     return out
 
 
-def _carried(options: PathOptions, step: Climb, dtype: Any) -> tuple[Array, Array]:
+def _carried(options: PathOptions, level: Level, step: Climb, dtype: Any) -> tuple[Array, Array]:
     """A level's queries and its keys, once per pair of children, in the attention's dtype."""
     from kernels.path.gpu_moves import move
 
-    m = step.made.pairs.astype(jnp.float16)
-    carry = partial(move, level=step.level, packed=True, transposed=True, interpret=options.interpret)
-    return step.q.astype(dtype), carry(step.k, m, dtypes=(dtype,))[0]
+    carry = partial(move, level=level, packed=True, transposed=True, interpret=options.interpret)
+    return step.q.astype(dtype), carry(step.k, step.runs, dtypes=(dtype,))[0]
 
 
 def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -237,38 +236,43 @@ def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return o.astype(parts[0][0].dtype), jnp.where(some, top + jnp.log(safe), -jnp.inf)
 
 
-def _forward(options: PathOptions, x: Leaves) -> Any:
+def _attend(options: PathOptions, x: Leaves, inverted: bool) -> Any:
+    """((o, lse), results of the blocks' keys, levels)."""
     from kernels.path import gpu_levels
     from kernels.path.gpu_blocks import block_queries
 
-    keys = _keys(options, x, inverted=False)
+    keys = _keys(options, x, inverted)
     own = block_queries(options.block, _block_inputs(options, x), keys)
     parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
-    for step in _climb(options, own["q16"], keys["k16"], keys["p"]):
-        q, k = _carried(options, step, x["q"].dtype)
-        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), step.level, q, k))
+    steps = _climb(options, own["q16"], keys["k16"], keys["p"])
+    for level, step in zip(options.levels, steps, strict=True):
+        q, k = _carried(options, level, step, x["q"].dtype)
+        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, q, k))
     o, lse = _merge(parts)
+    return (o, lse), keys, steps
+
+
+def _forward(options: PathOptions, x: Leaves) -> Any:
+    (o, lse), keys, steps = _attend(options, x, inverted=True)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (o, lse), (x, own["q16"], o, lse)
+    return (o, lse), (x, keys, steps, o, lse)
 
 
 def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
     from kernels.path import gpu_levels
     from kernels.path.gpu_blocks_backward import block_row_sums
 
-    x, q16, o, lse = residuals
+    x, keys, steps, o, lse = residuals
     do, dlse = cotangents
     alive = lse > -jnp.inf
     dlse = jnp.where(alive, dlse, 0)
     delta = jnp.where(alive, (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1), 0) - dlse
     lse = jnp.where(alive, lse, jnp.inf)
-    keys = _keys(options, x, inverted=True)
     blocks = _block_inputs(options, x)
-    steps = _climb(options, q16, keys["k16"], keys["p"])
     states, sums = [], []
-    for step in steps:
-        q, k = _carried(options, step, x["q"].dtype)
-        state = gpu_levels.recompute(options.attention, _level_inputs(x), step.level, q, k, do, lse)
+    for level, step in zip(options.levels, steps, strict=True):
+        q, k = _carried(options, level, step, x["q"].dtype)
+        state = gpu_levels.recompute(options.attention, _level_inputs(x), level, q, k, do, lse)
         states.append(state)
         sums.append(gpu_levels.query_side(state, delta))
     back = {"do": do, "lse": _heads_first(lse), "delta": _heads_first(delta)}
@@ -287,33 +291,26 @@ def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arr
 def _descend(options: PathOptions, steps: list[Climb], sums: Any, key_sums: Any, kv_heads: int) -> tuple[Any, Any, Any]:
     """Gradients of the blocks' queries at the left edge, keys at the right edge and products."""
     from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
-    from kernels.path.levels import Products, products
+    from kernels.path.gpu_products import runs_backward
 
     dq: Any = None
     dk: Any = None
     dp: Any = None
-    bf16 = jnp.bfloat16
-    for step, queries, columns in reversed(list(zip(steps, sums, key_sums, strict=True))):
-        level, made, interpret = step.level, step.made, options.interpret
-        rows = partial(move_backward_rows, level=level, dtype=jnp.float32, interpret=interpret)
+    interpret = options.interpret
+    levels = zip(options.levels, steps, sums, key_sums, strict=True)
+    for level, step, queries, columns in reversed(list(levels)):
+        rows = partial(move_backward_rows, level=level, dtype=jnp.bfloat16, interpret=interpret)
         matrices = partial(move_backward_matrices, level=level, kv_heads=kv_heads, interpret=interpret)
-        half = lambda m: m.astype(jnp.float16)
-        dkeys = columns["keys"].astype(bf16)
-        here_k = rows(dkeys, half(made.pairs), transposed=True, packed=True)
-        dmade = Products(matrices(step.k, dkeys, transposed=True, packed=True), None, None, None)
-        here_q = queries["dq"].astype(jnp.float32)
+        dkeys = columns["keys"].astype(jnp.bfloat16)
+        druns, dleft, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
+        here_q = queries["dq"].astype(jnp.bfloat16)
         if dq is not None:
-            dmade = Products(
-                dmade.pairs,
-                matrices(step.q, dq, transposed=False, packed=False),
-                matrices(step.k, dk, transposed=True, packed=False),
-                dp,
-            )
-            here_q += rows(dq, half(made.left), transposed=False, packed=False)
-            here_k += rows(dk, half(made.right), transposed=True, packed=False)
-        dq, dk = here_q.astype(bf16), here_k.astype(bf16)
-        pull = jax.vjp(partial(products, level=level, top=dp is None), step.p)[1]
-        (dp,) = pull(dmade)
+            dleft = matrices(step.q, dq, transposed=False, packed=False)
+            right = matrices(step.k, dk, transposed=True, packed=False)
+            druns, joined = jnp.concatenate([druns, right], axis=3), (dk, level.pairs)
+            here_q = rows(dq, step.left, transposed=False, packed=False, plus=here_q)
+        dp = runs_backward(step.p, step.runs, druns, dleft, dp, level, interpret)
+        dq, dk = here_q, rows(dkeys, step.runs, packed=True, joined=joined)
     return dq, dk, dp
 
 
@@ -340,9 +337,16 @@ def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any,
 
 def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, key_sums: Any, dlse: Array) -> Leaves:
     """The cotangent of x."""
+    from kernels.path.gpu_moves import move_backward_rows
+
     out: Leaves = dict.fromkeys(x)
     out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_out"], "beta": _heads_first(grads["dbeta"])}
-    out["v"] = (grads["dv"] + sum(s["v"] for s in key_sums)).astype(x["v"].dtype)
+    out["v"] = grads["dv"]
+    for level, s in zip(options.levels, key_sums, strict=True):
+        dtype = x["v"].dtype if level == options.levels[-1] else jnp.float32
+        fold = partial(move_backward_rows, m=None, packed=True, dtype=dtype, interpret=options.interpret)
+        out["v"] = fold(s["v"], level=level, plus=out["v"])
+    out["v"] = out["v"].astype(x["v"].dtype)
     if x["params"] is not None:
         pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]
         (own,) = pull(grads["dbias"].sum((0, 2)))

@@ -27,6 +27,7 @@ Array = jax.Array
 BLOCK, HALF, BASE = 128, 64, 16
 HALVES = (pl.ds(0, HALF), pl.ds(HALF, HALF))
 F16, F32 = jnp.float16, jnp.float32
+WARPS = {64: 4, 128: 8}  # of the kernels over keys, by head_dim
 
 
 @dataclass(frozen=True)
@@ -149,33 +150,50 @@ def _solve_body(refs: dict[str, Any]) -> None:
     refs["x"][...] = inverse(lower)
 
 
+def _updates_body(refs: dict[str, Any]) -> None:
+    top, bottom = HALVES
+    w = lambda s: refs["w"][s, :]
+    t = lambda s: refs["x"][s, :] * refs["beta"][s][None, :]
+
+    def write(s: Any, u: Array) -> None:
+        high = u.astype(F16)
+        refs["w16"][s, :] = w(s).astype(F16)
+        refs["u16"][s, :] = high
+        refs["u_low"][s, :] = (u - high.astype(F32)).astype(F16)
+
+    u0 = dot3(t(top), w(top))
+    write(top, u0)
+    write(bottom, dot3(t(bottom), w(bottom) - dot3(dot3(w(bottom), w(top), tb=True), u0)))
+
+
+def _product_body(refs: dict[str, Any]) -> None:
+    dim = refs["w"].shape[1]
+
+    def rows(i: Array, total: Array) -> Array:
+        s = pl.ds(i * (HALF // 2), HALF // 2)
+        w, high = refs["w"][s, :], refs["u16"][s, :]
+        w16 = w.astype(F16)
+        total -= dot((w - w16.astype(F32)).astype(F16), high, ta=True) + dot(w16, refs["u_low"][s, :], ta=True)
+        return total - dot(w16, high, ta=True)
+
+    row, col = (lax.broadcasted_iota(jnp.int32, (dim, dim), axis) for axis in (0, 1))
+    refs["p"][...] = lax.fori_loop(0, 2 * BLOCK // HALF, rows, jnp.where(row == col, F32(1), F32(0)))
+
+
 def _keys_body(inverted: bool, refs: dict[str, Any]) -> None:
     top, bottom = HALVES
     w = lambda s: refs["w"][s, :]
     t = lambda s: refs["x"][s, :] * refs["beta"][s][None, :]
     k = lambda s: refs["k"][s, :].astype(F16)
     strict = triangle(HALF, 1)
-    cross = dot3(w(bottom), w(top), tb=True)
-    u0 = dot3(t(top), w(top))
-    u1 = dot3(t(bottom), w(bottom) - dot3(cross, u0))
-    dim = u0.shape[1]
-    diagonal = [lax.broadcasted_iota(jnp.int32, (dim, dim), axis) for axis in (0, 1)]
-    eye = jnp.where(diagonal[0] == diagonal[1], F32(1), F32(0))
-    refs["p"][...] = eye - dot3(w(top), u0, ta=True) - dot3(w(bottom), u1, ta=True)
-    for s, u in ((top, u0), (bottom, u1)):
-        refs["w16"][s, :] = w(s).astype(F16)
-        refs["u16"][s, :] = u.astype(F16)
     z00 = dot3(t(top), jnp.where(strict, dot3(w(top), k(top), tb=True), F32(0)))
     refs["z16"][top, top] = z00.astype(F16)
     refs["z16"][top, bottom] = jnp.zeros((HALF, HALF), F16)
+    cross = dot3(w(bottom), w(top), tb=True)
     z10 = dot3(t(bottom), dot3(w(bottom), k(top), tb=True) - dot3(cross, z00)).astype(F16)
     refs["z16"][bottom, top] = z10
     moved = k(top).astype(F32) - dot(z00.astype(F16), w(top).astype(F16), ta=True)
     refs["k16"][top, :] = (moved - dot(z10, w(bottom).astype(F16), ta=True)).astype(F16)
-    z11 = dot3(t(bottom), jnp.where(strict, dot3(w(bottom), k(bottom), tb=True), F32(0))).astype(F16)
-    refs["z16"][bottom, bottom] = z11
-    moved = k(bottom).astype(F32) - dot(z11, w(bottom).astype(F16), ta=True)
-    refs["k16"][bottom, :] = moved.astype(F16)
     if inverted:
         x0, x1 = (refs["x"][s, :].astype(F16) for s in HALVES)
         corner = dot(x1, dot((refs["beta"][bottom][:, None] * cross).astype(F16), x0).astype(F16))
@@ -183,6 +201,10 @@ def _keys_body(inverted: bool, refs: dict[str, Any]) -> None:
         refs["x16"][top, bottom] = jnp.zeros((HALF, HALF), F16)
         refs["x16"][bottom, top] = (-corner).astype(F16)
         refs["x16"][bottom, bottom] = x1
+    z11 = dot3(t(bottom), jnp.where(strict, dot3(w(bottom), k(bottom), tb=True), F32(0))).astype(F16)
+    refs["z16"][bottom, bottom] = z11
+    moved = k(bottom).astype(F32) - dot(z11, w(bottom).astype(F16), ta=True)
+    refs["k16"][bottom, :] = moved.astype(F16)
 
 
 def block_keys(k: Array, w: Array, beta: Array, *, inverted: bool, interpret: bool) -> dict[str, Array]:
@@ -198,19 +220,24 @@ def block_keys(k: Array, w: Array, beta: Array, *, inverted: bool, interpret: bo
     outputs: dict[str, Operand] = {"x": ("rows", rows(HALF, F32), 1)}
     grid = (batch, heads, length // HALF)
     x = launch(_solve_body, grid, inputs, outputs, name="path_solve", warps=4, interpret=interpret, size=HALF)["x"]
+    grid = (batch, heads, length // BLOCK)
+    inputs["x"] = ("rows", x, 1)
+    outputs = {n: ("rows", rows(dim), 1) for n in ("w16", "u16", "u_low")}
+    call = partial(launch, grid=grid, warps=WARPS[dim], interpret=interpret)
+    made = call(_updates_body, inputs=inputs, outputs=outputs, name="path_block_updates")
+    p = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F32)
+    halves: dict[str, Operand] = {"w": inputs["w"], **{n: ("rows", made[n], 1) for n in ("u16", "u_low")}}
+    del made["u_low"]
+    made |= call(_product_body, inputs=halves, outputs={"p": ("square", p, 1)}, name="path_block_product")
+    inputs["k"] = ("tokens", k, 1)
     outputs = {
-        "w16": ("rows", rows(dim), 1),
-        "u16": ("rows", rows(dim), 1),
         "z16": ("rows", rows(BLOCK), 1),
         "k16": ("tokens", jax.ShapeDtypeStruct(k.shape, F16), 1),
-        "p": ("square", jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F32), 1),
     }
     if inverted:
         outputs["x16"] = ("rows", rows(BLOCK), 1)
-    inputs |= {"k": ("tokens", k, 1), "x": ("rows", x, 1)}
     body = partial(_keys_body, inverted)
-    grid = (batch, heads, length // BLOCK)
-    return launch(body, grid, inputs, outputs, name="path_block_keys", warps=dim // 16, interpret=interpret)
+    return made | call(body, inputs=inputs, outputs=outputs, name="path_block_keys")
 
 
 # ---- Queries ----

@@ -156,12 +156,11 @@ def query_side(state: Recomputed, delta: Array) -> dict[str, Any]:
 
 
 def key_side(state: Recomputed, delta: Array) -> dict[str, Array]:
-    """keys [B, parents · stored, K, D] (gradient of the carried keys), v [B, T, K, Dv] float32 and, with gates, columns
-    [B, T, H] (Σ_i of the gradient of the gate term)."""
+    """keys, v [B, parents · stored, K, ·] (gradients of the carried keys and of the values beside them) and, for gates,
+    columns [B, T, H] (Σ_i of the gradient of the gate term)."""
     spec, batch = state.spec, delta.shape[0]
     sums = fused.key_sums(spec, state.options.tiles[2], state.leaves, state.arrays, _delta(state, delta), state.table)
-    dk, dv = sums["dk"], fold(sums["dv"], spec.level)
-    out = {"keys": dk.reshape(batch, -1, *dk.shape[2:]), "v": dv.reshape(batch, -1, *dv.shape[2:])}
+    out = {name: sums[n].reshape(batch, -1, *sums[n].shape[2:]) for name, n in (("keys", "dk"), ("v", "dv"))}
     if spec.gates:
         columns = fold(sums["gates"][:, :, : spec.level.stored].transpose(0, 2, 1), spec.level)
         if spec.sharpness:

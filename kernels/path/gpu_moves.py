@@ -32,14 +32,21 @@ def _call(body: Any, grid: Any, ins: Any, outs: Any, in_specs: Any, out_specs: A
     )(*ins)
 
 
-def move(x: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dtypes: Any, interpret: bool) -> Any:
+def _count(level: Level, packed: bool) -> int:
+    return level.pairs if packed else level.radix
+
+
+def move(
+    x: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dtypes: Any, interpret: bool, skip: int = 0
+) -> Any:
     """Every row of x [B, T, H, D] float16 times the matrix of its child, one result per dtype.
 
-    m [B, K, parents, n, D, D] float16, transposed on use if `transposed` (keys). packed: n pairs, one result row per
-    pair and key of its child c, [B, parents · stored, H, D]; else n = radix, results like x.
+    m [B, K, parents, n, D, D] float16, from number `skip` on, transposed on use if `transposed` (keys). packed: the
+    matrices of the pairs, one result row per pair and key of its child c, [B, parents · stored, H, D]; else those of
+    the children, results like x.
     """
     batch, _, heads, dim = x.shape
-    group, parents, count = heads // m.shape[1], m.shape[2], m.shape[3]
+    group, parents, count = heads // m.shape[1], m.shape[2], _count(level, packed)
     tiles = level.size // BLOCK  # of a child
     rows = parents * count * level.size
 
@@ -57,7 +64,7 @@ def move(x: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dt
             ref[...] = y.astype(ref.dtype)
 
     tokens = lambda where: pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, where(i), h, 0))
-    at = lambda b, h, i: (b, h // group, i // tiles // count, i // tiles % count, 0, 0)
+    at = lambda b, h, i: (b, h // group, i // tiles // count, skip + i // tiles % count, 0, 0)
     return _call(
         body,
         (batch, heads, rows // BLOCK),
@@ -71,25 +78,58 @@ def move(x: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dt
 
 
 def move_backward_rows(
-    dy: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dtype: Any, interpret: bool
+    dy: Array,
+    m: Array | None,
+    level: Level,
+    *,
+    transposed: bool = True,
+    packed: bool,
+    dtype: Any,
+    interpret: bool,
+    plus: Array | None = None,
+    joined: tuple[Array, int] | None = None,
 ) -> Array:
-    """Gradient of `move` in x: dy bfloat16, shaped as its result -> [B, parents · parent, H, D]."""
+    """Gradient of `move` in x: dy, shaped as its result -> [B, parents · parent, H, D] of `dtype`.
+
+    m None: the identity, so packed rows are summed. plus: is added, shaped as the result. joined (dy, skip): gradient
+    of a second `move` of the same x that was not packed, by the matrices of the same m from number `skip` on.
+    """
     batch, _, heads, dim = dy.shape
-    group, parents, count = heads // m.shape[1], m.shape[2], m.shape[3]
-    tiles = level.size // BLOCK
+    parents = dy.shape[1] // (level.stored if packed else level.parent)
+    count, tiles = _count(level, packed), level.size // BLOCK
+    tokens = pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, i, h, 0))
+    operands: dict[str, tuple[Array, pl.BlockSpec]] = {
+        "dy": (dy, pl.BlockSpec((None, dy.shape[1], None, dim), lambda b, h, i: (b, 0, h, 0)))
+    }
+    if m is not None:
+        group = heads // m.shape[1]
+        whole = (None, None, parents, m.shape[3], dim, dim)
+        operands["m"] = (m, pl.BlockSpec(whole, lambda b, h, i: (b, h // group, 0, 0, 0, 0)))
+    if plus is not None:
+        operands["plus"] = (plus, tokens)
+    if joined is not None:
+        operands["joined"] = (joined[0], tokens)
 
-    def body(dy_ref: Any, m_ref: Any, out_ref: Any) -> None:
+    def body(*refs: Any) -> None:
+        given, out_ref = dict(zip(operands, refs, strict=False)), refs[-1]
         i = pl.program_id(2)
-        child, tile = i // tiles, i % tiles
-        parent, c = child // level.radix, child % level.radix
+        child, tile = lax.div(i, jnp.int32(tiles)), lax.rem(i, jnp.int32(tiles))
+        parent, c = lax.div(child, jnp.int32(level.radix)), lax.rem(child, jnp.int32(level.radix))
 
-        def one(n: Any, total: Array) -> Array:
+        def times(rows: Array, n: Array) -> Array:
+            if m is None:
+                return rows.astype(F32)
+            return dot(rows.astype(BF16), given["m"][parent, n].astype(BF16), tb=not transposed)
+
+        def one(n: Array, total: Array) -> Array:
             rows = pl.ds(((parent * count + n) * tiles + tile) * BLOCK, BLOCK)
-            return total + dot(dy_ref[rows, :], m_ref[parent, n].astype(BF16), tb=not transposed)
+            return total + times(given["dy"][rows, :], n)
 
-        total = jnp.zeros((BLOCK, dim), F32)
+        total = jnp.zeros((BLOCK, dim), F32) if plus is None else given["plus"][...].astype(F32)
+        if joined is not None:
+            total += times(given["joined"][...], joined[1] + c)
         if packed:
-            pair = lambda a, total: one(a * (a - 1) // 2 + c, total)
+            pair = lambda a, total: one(lax.div(a * (a - 1), jnp.int32(2)) + c, total)
             total = lax.fori_loop(c + 1, level.radix, pair, total)
         else:
             total = one(c, total)
@@ -98,13 +138,10 @@ def move_backward_rows(
     return _call(
         body,
         (batch, heads, parents * level.parent // BLOCK),
-        (dy, m),
+        [x for x, _ in operands.values()],
         [jax.ShapeDtypeStruct((batch, parents * level.parent, heads, dim), dtype)],
-        [
-            pl.BlockSpec((None, dy.shape[1], None, dim), lambda b, h, i: (b, 0, h, 0)),
-            pl.BlockSpec((None, None, parents, count, dim, dim), lambda b, h, i: (b, h // group, 0, 0, 0, 0)),
-        ],
-        [pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, i, h, 0))],
+        [spec for _, spec in operands.values()],
+        [tokens],
         "path_move_backward_rows",
         interpret,
     )[0]
@@ -116,7 +153,7 @@ def move_backward_matrices(
     """Gradient of `move` in m: x float16, dy bfloat16 -> [B, K, parents, n, D, D] float32, summed over query heads."""
     batch, length, heads, dim = x.shape
     group, parents = heads // kv_heads, length // level.parent
-    count = level.pairs if packed else level.radix
+    count = _count(level, packed)
     tiles = level.size // BLOCK
 
     def body(x_ref: Any, dy_ref: Any, out_ref: Any) -> None:

@@ -2,15 +2,16 @@
 
 The keys of all tokens up to the last fold stay where that fold left them. The transitions since then are kept as one
 product m = H_first … H_newest per key head (D × D, one rank-1 update per token); a query meets the old keys as q mᵀ.
-The keys of the tokens since the fold live in a small window that is moved eagerly. When the window is full, it and m
-are folded into the cache: k ← k m, and m starts again from the identity. Exactly the definition, at 1/F of the cache
-writes, and each cached key is rounded once in F tokens.
+The keys of the tokens since the fold, at most `window`, are moved at every token. When the window is full, m is folded
+into the old keys, k ← k m, and starts again from the identity. Exactly the definition, at 1 / window of the cache
+writes, and each cached key is rounded once in so many tokens.
 
-    state = lazy_state(k_end, v, positions=…, segment_ids=…, log_gates=…, capacity=…, window=32)
-    out, state = lazy_step(state, q, k, v, w, beta, positions=…, segment_ids=…, log_gates=…)      # T = 1, repeated
+    pending = no_pending(...)                                          # with an empty cache, or after path_extend
+    o, past_k, pending = lazy_token(q, k, v, w, beta, pending=pending, past_k=past_k, past_v=…, start=…, …)
+    past_k, pending = fold(past_k, pending, start)                     # before several tokens at once: path_extend
 
-Steps may run inside `lax.scan`; donate the state. The fold is a `lax.cond` whose other branch returns the cache as it
-is, which XLA does without a copy.
+Steps may run inside `lax.scan`; donate the cache. The fold is a `lax.cond` whose other branch returns the keys as they
+are, which XLA does without a copy.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.attention.api import DistancePrior, attention
+from kernels.attention.api import DistancePrior
 from kernels.attention.call import check_prior
 from kernels.attention.checks import check_flag, check_scale
 from kernels.path.call import blank, check_rows
@@ -31,197 +32,160 @@ Array = jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Slots:
-    """Cached tokens.
+class Pending:
+    """What the cached keys still lack.
 
-    k [B, S, Hkv, D] float32, v [B, S, Hkv, Dv], positions, segment_ids [B, S] int32 (negative: padding or empty),
-    gates [B, S, H]: the sum of the log gates after each token, or None.
+    m [B, Hkv, D, D]: product of the transitions since the last fold, for the keys of slots before `folded` (int32
+    scalar); the keys of the slots from there on are up to date.
     """
 
-    k: Array
-    v: Array
-    positions: Array
-    segment_ids: Array
-    gates: Array | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LazyState:
-    """What one layer remembers.
-
-    old: tokens up to the last fold, keys and gate sums as of then; `used` (int32 scalar) of its slots are taken.
-    window: the tokens since, up to date; `fill` (int32 scalar) of its F slots are taken.
-    m [B, Hkv, D, D]: product of the transitions since the fold. gates [B, 1, H]: sum of the log gates since, or None.
-    """
-
-    old: Slots
-    window: Slots
     m: Array
-    gates: Array | None
-    used: Array
-    fill: Array
+    folded: Array
 
 
-def lazy_state(
-    k: Array,
-    v: Array,
-    *,
-    positions: Array,
-    segment_ids: Array,
-    log_gates: Array | None = None,
-    capacity: int | None = None,
-    window: int = 32,
-) -> LazyState:
-    """The state after a prefix of T tokens.
-
-    k: [B, T, Hkv, D] float32, keys carried to the prefix's right edge (by `carry_keys` or `path_extend`).
-    v: [B, T, Hkv, Dv]. positions, segment_ids: [B, T] int; a negative id is padding. log_gates: [B, T, H] float32 or
-    None. capacity: slots of the cache for the prefix, what is to be generated and one window (default: the prefix and a
-    window). window: tokens between two folds.
-
-    Raises ValueError or TypeError that names the argument, its value and what would be right.
-    """
-    heads = k.shape[2] if log_gates is None else log_gates.shape[-1]
-    check_past(k, v, positions, segment_ids, log_gates, k[:, :1], v[:, :1], heads)
-    batch, length, kv_heads, dim = k.shape
-    if window < 1:
-        raise ValueError(f"window={window} must be at least 1")
-    capacity = length + window if capacity is None else capacity
-    if capacity < length + window:
-        raise ValueError(f"capacity={capacity} must be at least the prefix and one window, {length} + {window}")
-    extra = capacity - length
-
-    def extend(x: Array, value: int = 0) -> Array:
-        return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
-
-    sums = None if log_gates is None else sums_after(jnp.where((segment_ids >= 0)[..., None], log_gates, 0))
-    old = Slots(
-        extend(k),
-        extend(v),
-        extend(positions.astype(jnp.int32)),
-        extend(segment_ids.astype(jnp.int32), -1),
-        None if sums is None else extend(sums),
-    )
-    m = jnp.broadcast_to(jnp.eye(dim, dtype=k.dtype), (batch, kv_heads, dim, dim))
-    gates = None if log_gates is None else jnp.zeros((batch, 1, heads), log_gates.dtype)
-    return LazyState(old, _empty_window(old, window), m, gates, jnp.int32(length), jnp.int32(0))
+def no_pending(batch: int, kv_heads: int, dim: int, used: Array | int, dtype: Any = jnp.float32) -> Pending:
+    """Nothing pending, with `used` slots taken."""
+    m = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), (batch, kv_heads, dim, dim))
+    return Pending(m, jnp.asarray(used, jnp.int32))
 
 
-def _empty_window(like: Slots, size: int) -> Slots:
-    blank_of = lambda x, value: jnp.full((x.shape[0], size, *x.shape[2:]), value, x.dtype)
-    empty = jax.tree.map(lambda x: blank_of(x, 0), like)
-    return replace(empty, segment_ids=blank_of(like.segment_ids, -1))
+def fold(past_k: Array, pending: Pending, used: Array) -> tuple[Array, Pending]:
+    """All keys [B, S, Hkv, D] up to date, and nothing pending; `used` slots (int32 scalar) are taken."""
+    batch, slots, kv_heads, dim = past_k.shape
+    old = (jnp.arange(slots) < pending.folded)[None, :, None, None]
+    past_k = jnp.where(old, move_keys(past_k, pending.m), past_k)
+    return past_k, no_pending(batch, kv_heads, dim, used, pending.m.dtype)
 
 
-def _write(slots: Slots, new: Slots, start: Array) -> Slots:
-    return jax.tree.map(
-        lambda x, part: lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis=1), slots, new
-    )
+def _write(slots: Array, new: Array, start: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis=1)
 
 
-def lazy_fold(state: LazyState) -> LazyState:
-    """The same state with the window empty: old keys and gates brought up to date, the window's tokens behind them."""
-    old = replace(state.old, k=move_keys(state.old.k, state.m))
-    if old.gates is not None and state.gates is not None:
-        old = replace(old, gates=old.gates + state.gates)
-    eye = jnp.broadcast_to(jnp.eye(state.m.shape[-1], dtype=state.m.dtype), state.m.shape)
-    return LazyState(
-        old=_write(old, state.window, state.used),
-        window=_empty_window(state.window, state.window.k.shape[1]),
-        m=eye,
-        gates=None if state.gates is None else jnp.zeros_like(state.gates),
-        used=state.used + state.fill,
-        fill=jnp.zeros_like(state.fill),
-    )
-
-
-def _append(
-    state: LazyState, k: Array, v: Array, w: Array, beta: Array, gates: Array | None, positions: Array, ids: Array
-) -> LazyState:
-    """One token more: the window and m move by its transition, then its own key joins the window as it is."""
-    window = replace(state.window, k=reflect(state.window.k, w, beta))
-    sums = state.gates
-    if gates is not None and sums is not None and window.gates is not None:
-        window, sums = replace(window, gates=window.gates + gates), sums + gates
-    token = Slots(k, v, positions, ids, None if gates is None else jnp.zeros_like(gates))
-    w = w[:, 0, :, :].astype(state.m.dtype)
-    along = (state.m * w[:, :, None, :]).sum(-1) * beta[:, 0, :, None].astype(state.m.dtype)
-    m = state.m - along[..., None] * w[:, :, None, :]
-    return replace(state, window=_write(window, token, state.fill), m=m, gates=sums, fill=state.fill + 1)
-
-
-def lazy_step(
-    state: LazyState,
+def lazy_token(
     q: Array,
     k: Array,
     v: Array,
     w: Array,
     beta: Array,
     *,
+    pending: Pending,
+    past_k: Array,
+    past_v: Array,
+    past_positions: Array,
+    past_segment_ids: Array,
+    start: Array,
     positions: Array,
     segment_ids: Array,
+    past_log_gates: Array | None = None,
     log_gates: Array | None = None,
     scale_gates: bool = False,
     prior: DistancePrior | None = None,
     sharpness: Array | None = None,
     sharpen_prior: bool = True,
     scale: float | None = None,
-    implementation: str | None = None,
-) -> tuple[Array, LazyState]:
-    """Attend with one new token per row to all tokens before and to itself; fold first if the window is full.
+    window: int = 32,
+) -> tuple[Array, Array, Pending]:
+    """Attend with one new token per row to all tokens before and to itself, and put its key into the cache.
 
-    q [B, 1, H, D], k, w [B, 1, Hkv, D], v [B, 1, Hkv, Dv], beta [B, 1, Hkv], log_gates, sharpness [B, 1, H], positions,
-    segment_ids [B, 1] and the options as in `path_extend`. The caller sees to it that the cache has room for the fold.
+    The same numbers as `path_extend`, at one pass over the cache. q [B, 1, H, D], k, w [B, 1, Hkv, D], v
+    [B, 1, Hkv, Dv], beta [B, 1, Hkv], log_gates, sharpness [B, 1, H], positions, segment_ids [B, 1] and the options as
+    there. past_v, past_positions, past_segment_ids and past_log_gates [B, S, …] hold the new token already, at slot
+    `start` (int32 scalar, less than S); past_k is as the last step left it. window: tokens between two folds.
 
-    Returns (o [B, 1, H, Dv] in q's dtype, the state with the token in it). Raises ValueError or TypeError.
+    Returns (o [B, 1, H, Dv] in q's dtype, past_k with the token's key, what is pending). Raises ValueError or TypeError
+    that names the argument, its value and what would be right.
     """
     check_rows(q, k, v, w, beta)
     batch, length, heads, dim = q.shape
     if length != 1:
-        raise ValueError(f"q has T={length} tokens, must be 1: prefill with path_extend, then build a lazy_state")
-    check_past(state.old.k, state.old.v, state.old.positions, state.old.segment_ids, state.old.gates, k, v, heads)
+        raise ValueError(f"q has T={length} tokens, must be 1: fold, then use path_extend")
+    if window < 1:
+        raise ValueError(f"window={window} must be at least 1")
+    check_past(past_k, past_v, past_positions, past_segment_ids, past_log_gates, k, v, heads)
     check_tokens(positions, segment_ids, log_gates, sharpness, batch, length, heads)
-    if (log_gates is None) != (state.gates is None):
-        raise ValueError(
-            f"log_gates is {'None' if log_gates is None else 'given'}, but not so when the state was built"
-        )
+    if (log_gates is None) != (past_log_gates is None):
+        raise ValueError(f"log_gates is {'None' if log_gates is None else 'given'}, but not so for the cache")
     check_prior(prior, heads)
     factor = check_scale(scale, dim)
     gate_factor = factor if check_flag("scale_gates", scale_gates) else 1.0
-    w, beta, q, k, v = (blank(segment_ids, x) for x in (w, beta, q, k, v))
-    gates, sharpness = blank(segment_ids, log_gates), blank(segment_ids, sharpness, 1)
-    state = lax.cond(state.fill == state.window.k.shape[1], lazy_fold, lambda s: s, state)
-    state = _append(state, k, v, w, beta, gates, positions, segment_ids)
+    w, beta, q, k = (blank(segment_ids, x) for x in (w, beta, q, k))
+    sharpness = blank(segment_ids, sharpness, 1)
+    full = start - pending.folded >= window
+    past_k, pending = lax.cond(full, lambda: fold(past_k, pending, start), lambda: (past_k, pending))
+    slots = past_k.shape[1]
+    size = min(window, slots)
+    first = jnp.minimum(pending.folded, slots - size)
+    here = lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1)
+    recent = (first + jnp.arange(size) >= pending.folded)[None, :, None, None]
+    moved = jnp.where(recent, reflect(here(past_k), w, beta), here(past_k))
+    past_k = _write(_write(past_k, moved, first), k, start)
+    m = _transition(pending.m, w, beta)
     wide_q = q.astype(w.dtype)
-    groups = heads // k.shape[2]
-    old_q = jnp.einsum(
-        "bhgd,bhed->bhge",
-        wide_q[:, 0].reshape(batch, -1, groups, dim),
-        state.m.astype(w.dtype),
-        precision=lax.Precision.HIGHEST,
-    ).reshape(q.shape)
+    grouped = wide_q.reshape(batch, k.shape[2], heads // k.shape[2], dim)
+    old_q = jnp.einsum("bhgd,bhed->bhge", grouped, m.astype(w.dtype), precision=lax.Precision.HIGHEST)
+    after = None
+    if past_log_gates is not None:
+        after = gate_factor * sums_after(blank(past_segment_ids, past_log_gates))
+    logits = _Logits(prior, sharpness, check_flag("sharpen_prior", sharpen_prior), factor, positions, segment_ids)
+    index = jnp.arange(slots)
+    old = jnp.where((index < pending.folded)[None, :], past_segment_ids, -1)
+    new = jnp.where(((first + jnp.arange(size)) >= pending.folded)[None, :], here(past_segment_ids), -1)
+    before = logits.attend(old_q.reshape(q.shape), past_k, past_v, past_positions, old, after)
+    since = logits.attend(
+        wide_q, here(past_k), here(past_v), here(past_positions), new, None if after is None else here(after)
+    )
+    return merge(before, since).astype(q.dtype), past_k, replace(pending, m=m)
 
-    def over(queries: Array, slots: Slots, so_far: Array | None) -> Any:
-        sums = None
-        if so_far is not None and slots.gates is not None:
-            sums = (gate_factor * so_far, -gate_factor * slots.gates)
-        return attention(
-            queries,
-            slots.k,
-            slots.v,
-            log_gates=sums,
-            segment_ids=(segment_ids, slots.segment_ids),
-            positions=positions,
-            kv_positions=slots.positions,
-            prior=prior,
-            sharpness=sharpness,
-            sharpen_prior=sharpen_prior,
-            scale=factor,
-            implementation=implementation,
-            return_lse=True,
-        )
 
-    nothing = None if state.gates is None else jnp.zeros_like(state.gates)
-    out = merge(over(old_q, state.old, state.gates), over(wide_q, state.window, nothing))
-    return out.astype(q.dtype), state
+def _transition(m: Array, w: Array, beta: Array) -> Array:
+    """m times the transition of a token with w [B, 1, Hkv, D] and beta [B, 1, Hkv]."""
+    w = w[:, 0, :, None, :].astype(m.dtype)
+    along = (m * w).sum(-1) * beta[:, 0, :, None].astype(m.dtype)
+    return m - along[..., None] * w
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """One token against cached keys: products and sums that XLA turns into one pass over keys and one over values.
+
+    Not `attention`: it would bring float32 keys and 16-bit values to one type, a copy of the values at every token.
+    """
+
+    prior: DistancePrior | None
+    sharpness: Array | None  # [B, 1, H]
+    sharpen_prior: bool
+    scale: float
+    positions: Array  # [B, 1]
+    segment_ids: Array  # [B, 1]
+
+    def attend(
+        self, q: Array, k: Array, v: Array, positions: Array, segment_ids: Array, gates: Array | None
+    ) -> tuple[Array, Array]:
+        """(o [B, 1, H, Dv], lse [B, 1, H]) from q [B, 1, H, D], k, v [B, S, Hkv, ·], gates [B, S, H]: sums after."""
+        batch, slots, kv_heads, _ = k.shape
+        heads = q.shape[2]
+        grouped = q.reshape(batch, 1, kv_heads, heads // kv_heads, -1)
+        z = self.scale * (grouped * k[:, :, :, None, :].astype(q.dtype)).sum(-1).reshape(batch, slots, heads)
+        seen = (segment_ids == self.segment_ids) & (segment_ids >= 0) & (positions <= self.positions)
+        z = jnp.where(seen[:, :, None], self._add(z, jnp.where(seen, positions - self.positions, -1), gates), -jnp.inf)
+        top = z.max(1, keepdims=True)
+        p = jnp.exp(z - jnp.where(top == -jnp.inf, 0, top))
+        total = p.sum(1)
+        some = total > 0
+        safe = jnp.where(some, total, 1)
+        share = p.reshape(batch, slots, kv_heads, -1, 1)
+        values = jnp.where(seen[:, :, None, None], v.astype(q.dtype), 0)[:, :, :, None, :]  # 0 · NaN of an empty slot
+        o = (share * values).sum(1).reshape(batch, 1, heads, -1) / safe[:, None, :, None]
+        return o, jnp.where(some, top[:, 0] + jnp.log(safe), -jnp.inf)[:, None]
+
+    def _add(self, z: Array, distance: Array, gates: Array | None) -> Array:
+        """Prior, gates and sharpness for z [B, S, H] at distances [B, S]."""
+        bias: Any = jnp.zeros((), z.dtype)
+        if self.prior is not None:
+            value = jax.vmap(lambda params: self.prior.log_prior(params, distance))(self.prior.params)
+            bias = jnp.moveaxis(value, 0, 2).astype(z.dtype)
+        if gates is not None:
+            bias = bias + gates.astype(z.dtype)
+        if self.sharpness is None:
+            return z + bias
+        return self.sharpness * (z + bias) if self.sharpen_prior else self.sharpness * z + bias

@@ -59,55 +59,6 @@ def plan_levels(length: int, block: int) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-# ---- Products ----
-
-
-@jax.custom_vjp
-def _times(a: Array, b: Array) -> Array:
-    """a b in full float32; gradients at the platform's fast float32, which no product is built on."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def _times_bwd(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    a, b = saved
-    return jnp.matmul(grad, b.swapaxes(-1, -2)), jnp.matmul(a.swapaxes(-1, -2), grad)
-
-
-_times.defvjp(lambda a, b: (_times(a, b), (a, b)), _times_bwd)
-
-
-class Products(NamedTuple):
-    """Of the children of every parent, [B, K, parents, ·, D, D] float32.
-
-    pairs: P_{a−1} … P_{c+1} of every pair; left: P_{a−1} … P_0 (radix of them); right: P_last … P_{c+1} (radix of
-    them); whole [B, K, parents, D, D]. The last three are None at the top level, which nothing joins.
-    """
-
-    pairs: Array
-    left: Array | None
-    right: Array | None
-    whole: Array | None
-
-
-def products(p: Array, level: Level, top: bool) -> Products:
-    """From the children's products p [B, K, parents · radix, D, D]."""
-    r = level.radix
-    p = p.reshape(*p.shape[:2], -1, r, *p.shape[3:])
-    eye = jnp.broadcast_to(jnp.eye(p.shape[-1], dtype=p.dtype), p[:, :, :, 0].shape)
-    last = r - 2 if top else r  # longest product that is needed
-    runs = [p]  # runs[g - 1][a - g] = P_{a−1} … P_{a−g}, for a = g … r
-    for _ in range(1, last):
-        before = runs[-1]
-        runs.append(_times(p[:, :, :, r - before.shape[3] + 1 :], before[:, :, :, :-1]))
-    run = lambda a, g: eye if g == 0 else runs[g - 1][:, :, :, a - g]
-    stack = lambda parts: jnp.stack(parts, axis=3)
-    pairs = stack([run(a, a - 1 - c) for a in range(1, r) for c in range(a)])
-    if top:
-        return Products(pairs, None, None, None)
-    left, right = [run(a, a) for a in range(r)], [run(r, r - 1 - c) for c in range(r)]
-    return Products(pairs, stack(left), stack(right), run(r, r))
-
-
 # ---- Packed keys ----
 
 

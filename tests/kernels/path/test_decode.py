@@ -10,7 +10,7 @@ import pytest
 
 from kernels.attention.call import DistancePrior
 from kernels.path.decode import carry_keys, path_extend, sums_after
-from kernels.path.lazy import LazyState, lazy_state, lazy_step
+from kernels.path.lazy import Pending, lazy_token, no_pending
 from kernels.path.shapes import Shape
 from tests.helpers import relative_rms, x64
 from tests.kernels.attention.support import PRIORS
@@ -182,39 +182,42 @@ def test_chunk_against_a_long_cache_takes_memory_of_its_size() -> None:
 
 @functools.cache
 def lazy(options: Options, window: int) -> Any:
-    """All tokens after a prefix by lazy steps in one scan -> (outputs, final state)."""
+    """All tokens after a prefix by lazy steps in one scan -> (outputs, what is pending at the end)."""
 
-    def step(params: Any, state: LazyState, new: Row) -> tuple[LazyState, Any]:
-        prior = DistancePrior(params, PRIORS[options.prior][0]) if options.prior else None
-        o, state = lazy_step(
-            state,
+    def step(params: Any, cache: Row, carry: tuple[Any, ...], new: Row) -> tuple[tuple[Any, ...], Any]:
+        past_k, pending, start = carry
+        o, past_k, pending = lazy_token(
             *(new[name] for name in TOKENS[:5]),
+            pending=pending,
+            past_k=past_k,
+            past_v=cache["v"],
+            past_positions=cache["positions"],
+            past_segment_ids=jnp.where(jnp.arange(past_k.shape[1]) <= start, cache["ids"], -1),
+            past_log_gates=cache.get("log_gates"),
+            start=start,
+            window=window,
             positions=new["positions"],
             segment_ids=new["ids"],
             log_gates=new.get("log_gates"),
             sharpness=new.get("sharpness"),
-            prior=prior,
+            prior=DistancePrior(params, PRIORS[options.prior][0]) if options.prior else None,
             scale_gates=options.scale_gates,
             sharpen_prior=options.sharpen_prior,
             scale=options.scale,
         )
-        return state, o
+        return (past_k, pending, start + 1), o
 
     @jax.jit
-    def run(prefix: Row, rest: Row, params: Any) -> tuple[Any, LazyState]:
-        length, count = prefix["k"].shape[1], rest["k"].shape[1]
-        state = lazy_state(
-            carry_keys(prefix["k"], prefix["w"], prefix["beta"], prefix["ids"]),
-            prefix["v"],
-            positions=prefix["positions"],
-            segment_ids=prefix["ids"],
-            log_gates=prefix.get("log_gates"),
-            capacity=length + count + window,
-            window=window,
-        )
-        each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], rest)
-        state, o = jax.lax.scan(functools.partial(step, params), state, each)
-        return jnp.moveaxis(o[:, :, 0], 0, 1), state
+    def run(prefix: Row, rest: Row, params: Any) -> tuple[Any, Pending]:
+        length = prefix["k"].shape[1]
+        past_k = carry_keys(prefix["k"], prefix["w"], prefix["beta"], prefix["ids"])
+        cache = {n: jnp.concatenate([prefix[n], rest[n]], 1) for n in rest if n not in ("q", "k", "w", "beta")}
+        past_k = jnp.pad(past_k, ((0, 0), (0, rest["k"].shape[1]), (0, 0), (0, 0)))
+        pending = no_pending(past_k.shape[0], past_k.shape[2], past_k.shape[3], length, past_k.dtype)
+        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], rest)
+        begin = (past_k, pending, jnp.int32(length))
+        (_, pending, _), o = jax.lax.scan(functools.partial(step, params, cache), begin, tokens)
+        return jnp.moveaxis(o[:, :, 0], 0, 1), pending
 
     return run
 
@@ -225,10 +228,10 @@ def test_lazy_decode_is_the_definition(ids: np.ndarray) -> None:
     with x64():
         arrays = draw(SHAPE, 4, prior="ggd")
         row = row_of(arrays, ids)
-        o, state = lazy(FULL, 5)(part(row, 0, 8), part(row, 8, LENGTH), arrays["params"])
+        o, pending = lazy(FULL, 5)(part(row, 0, 8), part(row, 8, LENGTH), arrays["params"])
         want, _ = in_chunks(arrays, ids, FULL, STEPS)
         np.testing.assert_allclose(o, want[:, 8:], atol=1e-13)
-        assert (int(state.used), int(state.fill)) == (8 + 15, 3)
+        assert int(pending.folded) == 8 + 15
 
 
 def test_lazy_decode_over_hundreds_of_tokens_in_float32() -> None:
@@ -304,23 +307,27 @@ def test_errors_of_path_extend(name: str) -> None:
         path_extend(*tokens.values(), **(options | change(options)))
 
 
-def test_errors_of_lazy_decode() -> None:
+LAZY_ERRORS: dict[str, tuple[type[Exception], str, Any]] = {
+    "several tokens": (ValueError, "T=3 tokens, must be 1", lambda tokens, options: None),
+    "no window": (ValueError, "window=0 must be at least 1", lambda tokens, options: options.update(window=0)),
+    "gates missing": (ValueError, "log_gates is None", lambda tokens, options: options.update(log_gates=None)),
+    "half-precision w": (
+        TypeError,
+        "w has dtype bfloat16",
+        lambda tokens, options: tokens.update(w=tokens["w"].astype("bfloat16")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAZY_ERRORS)
+def test_errors_of_lazy_decode(name: str) -> None:
+    kind, words, change = LAZY_ERRORS[name]
     tokens, options = arguments()
-    prefix = {
-        "positions": options["past_positions"],
-        "segment_ids": options["past_segment_ids"],
-        "log_gates": options["past_log_gates"],
-    }
-    with pytest.raises(ValueError, match="window=0"):
-        lazy_state(options["past_k"], options["past_v"], window=0, **prefix)
-    with pytest.raises(ValueError, match="capacity=30 must be at least"):
-        lazy_state(options["past_k"], options["past_v"], capacity=30, **prefix)
-    state = lazy_state(options["past_k"], options["past_v"], **prefix)
-    where = {"positions": options["positions"], "segment_ids": options["segment_ids"]}
-    with pytest.raises(ValueError, match="T=3 tokens, must be 1"):
-        lazy_step(state, *tokens.values(), log_gates=options["log_gates"], **where)
-    one = [x[:, :1] for x in tokens.values()]
-    with pytest.raises(ValueError, match="log_gates is None"):
-        lazy_step(state, *one, **{name: x[:, :1] for name, x in where.items()})
-    with pytest.raises(TypeError, match="w has dtype bfloat16"):
-        carry_keys(tokens["k"], tokens["w"].astype("bfloat16"), tokens["beta"])
+    count = 3 if name == "several tokens" else 1
+    tokens = {n: x[:, :count] for n, x in tokens.items()}
+    options |= {n: options[n][:, :count] for n in ("positions", "segment_ids", "log_gates")}
+    past_k = options["past_k"]
+    options["pending"] = no_pending(past_k.shape[0], past_k.shape[2], past_k.shape[3], 0)
+    change(tokens, options)
+    with pytest.raises(kind, match=words):
+        lazy_token(*tokens.values(), start=jnp.int32(0), **options)
