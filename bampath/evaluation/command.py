@@ -11,8 +11,11 @@ from bampath.load import Loaded, load
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which model runs, and how."""
     parser.add_argument("checkpoint", help="a run's folder (its latest checkpoint) or a checkpoint's")
-    parser.add_argument("--tokenizer", help="where the tokenizer's file is, if it has moved")
+    parser.add_argument("--tokenizer", help="path of the tokenizer's file (default: the copy in the checkpoint)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
+    parser.add_argument(
+        "--position", metavar="SPEC", help="another scheme of the same parameters: a rescaled rope, say"
+    )
     parser.add_argument("--implementation", help="attention implementation (default: the model's)")
     parser.add_argument(
         "--chunk",
@@ -25,7 +28,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def load_reader(args: argparse.Namespace) -> tuple[Loaded, ModelReader]:
     """The checkpoint of parsed arguments and a reader for it."""
-    changes = {"dtype": args.dtype, "attention_impl": args.implementation}
+    changes = {"dtype": args.dtype, "attention_impl": args.implementation, "position": args.position}
     loaded = load(args.checkpoint, args.tokenizer, **{name: value for name, value in changes.items() if value})
     return loaded, ModelReader(loaded.model, loaded.params, args.chunk)
 

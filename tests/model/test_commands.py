@@ -110,6 +110,17 @@ def test_both_evaluations_read_it(alone: Path, tmp_path: Path, capsys: pytest.Ca
     assert all(np.isfinite(row["perplexity"]) for row in rows)
 
 
+def test_another_scheme_of_the_same_parameters_can_be_asked_for(alone: Path, tmp_path: Path) -> None:
+    losses = []
+    for spec in ("bam+ssmax", "bam+ssmax(inside=false)"):
+        out = tmp_path / "out.json"
+        passkey.main([str(alone), "--position", spec, "--lengths", "300", "--samples", "1", "--out", str(out)])
+        losses.append(json.loads(out.read_text())["rows"][0]["answer_loss"])
+    assert losses[0] != losses[1]
+    with pytest.raises(checkpoint.CheckpointError, match="bam/theta_alpha"):
+        passkey.main([str(alone), "--position", "rope"])
+
+
 def test_logits_that_are_not_finite_are_reported(alone: Path) -> None:
     loaded = load(alone)
     bad = loaded.params | {"head": loaded.params["head"].at[3, 5].set(jnp.nan)}

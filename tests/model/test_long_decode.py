@@ -27,10 +27,9 @@ def case(spec: str) -> tuple[LM, dict, list[np.ndarray], jax.Array]:
     The longest row has 300 tokens (a learned table with fewer rows sets a lower limit), more than twice the training
     length wherever the scheme allows it.
     """
-    layers = max(2, len(parse(spec).layers))
-    model, params = build(spec, layers=layers, train_length=128)
+    model, params = build(spec, train_length=128)
     if limit(model) < TOTAL:
-        model, params = build(spec, layers=layers, train_length=TOTAL)
+        model, params = build(spec, train_length=TOTAL)
     total = min(TOTAL, limit(model))
     rows = [np.asarray(random_tokens(n, seed=n)) for n in (total, (total + NEW) // 2, NEW + 1)]
     padded = jnp.asarray(np.stack([np.pad(row, (0, total - len(row))) for row in rows]))  # causal: the tail is unseen

@@ -17,6 +17,7 @@ from bampath.config import ModelConfig
 from bampath.generate import stream_features
 from bampath.model import LM, head_kernel, init_cache
 from bampath.params import unbox
+from bampath.positions import parse
 from tests.positions.matrix import FEW, SPECS
 
 CONFIG = ModelConfig(
@@ -44,8 +45,12 @@ def matrix(every_time: Sequence[str]) -> list[Any]:
 
 @cache
 def build(spec: str, **changes: object) -> tuple[LM, dict]:
-    """A tiny model with this scheme and random parameters (positional ones moved away from their initial values)."""
-    model = LM(dataclasses.replace(CONFIG, position=spec, **changes))
+    """A tiny model with this scheme and random parameters (positional ones moved away from their initial values).
+
+    A pattern of layers appears whole.
+    """
+    layers = max(CONFIG.layers, len(parse(spec).layers))
+    model = LM(dataclasses.replace(CONFIG, **{"layers": layers, "position": spec, **changes}))
     params = unbox(model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"])
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -145,6 +150,23 @@ def test_a_padded_row_equals_its_solo_run(spec: str, side: str) -> None:
     for i, n in enumerate(lengths):
         got = jnp.concatenate([hidden[i][mask[i]], *[out[i] for out in tail]])
         np.testing.assert_allclose(got, want[i, : n + more], atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["rope+fox", "path+bam+ssmax"])
+def test_what_stands_in_unused_slots_and_under_padding_does_not_matter(spec: str) -> None:
+    model, params = build(spec)
+    tokens, mask = random_tokens(2, 12), np.ones((2, 12), bool)
+    mask[0, :5] = False
+    extend = jax.jit(lambda cache, new, mask: model.apply({"params": params}, new, cache, mask, method="extend"))
+    found = []
+    for value in (0.0, np.nan):
+        state = init_cache(model.config, 2, 20)
+        fill = lambda a, value=value: None if a is None else a + jnp.asarray(value, a.dtype)
+        layers = [dataclasses.replace(m, k=fill(m.k), v=fill(m.v), log_gates=fill(m.log_gates)) for m in state.layers]
+        hidden, state = extend(state.replace(layers=tuple(layers)), tokens, jnp.asarray(mask))
+        last, _ = extend(state, tokens[:, :1], jnp.ones((2, 1), bool))
+        found.append(np.concatenate([np.asarray(hidden)[mask].ravel(), np.asarray(last).ravel()]))
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("spec", ["rope", "path+bam+ssmax"])
