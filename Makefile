@@ -9,7 +9,7 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo       train and compare positional schemes on real text (about 8 minutes on 2 cores)"
 	@echo "make test       the test suite"
-	@echo "make test-slow  the longer tests too"
+	@echo "make test-slow  the tests that the suite leaves out (about 20 minutes on 2 cores)"
 	@echo "make VENV=build/venv-tpu test-tpu   compile the TPU kernels ahead of time"
 	@echo "make lint types format"
 
