@@ -3,6 +3,7 @@
     RUN/checkpoints/00000100/checkpoint.json     what it holds: step, config, data state, arrays, files and their sizes
                              params/             the parameters alone, for whoever only evaluates
                              state/              optimiser moments and the random key
+                             tokenizer.json      or .model: the tokenizer's file, if it has one
 Only this file knows orbax. A checkpoint is written under another name; its `checkpoint.json` comes last, then the
 folder gets its name. One whose files are missing or cut short is passed over with a message; reading never deletes.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -79,14 +81,22 @@ class Saver:
             raise ValueError(f"keep={keep} must be at least 1: the last complete checkpoint always stays")
         self.folder = Path(run_dir).absolute() / FOLDER
         self._keep, self._keep_every = keep, keep_every
-        self._next: tuple[Path, dict[str, Any]] | None = None
+        self._next: tuple[Path, dict[str, Any], Mapping[str, bytes]] | None = None
         options = ocp.options.AsyncOptions(post_finalization_callback=self._describe_files)
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
 
-    def save(self, step: int, params: Any, state: Any, facts: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        params: Any,
+        state: Any,
+        facts: Mapping[str, Any],
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Path:
         """Start saving; returns the checkpoint's folder once the arrays may be overwritten.
 
-        params: nested dict of arrays; state: any pytree of arrays; facts: config, data, tokenizer, elapsed (see Info).
+        params: nested dict of arrays; state: any pytree of arrays; facts: config, data, tokenizer, elapsed (see Info);
+        files: names and contents of small files to put beside them.
         A folder of this step that is not complete is replaced; a complete one raises CheckpointError.
         """
         import orbax.checkpoint as ocp
@@ -106,7 +116,7 @@ class Saver:
             "params": _index_json(params),
             "state": _index_json(state),
         }
-        self._next = (target, info)
+        self._next = (target, info, files)
         numbered = {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
         arguments = {"params": ocp.args.PyTreeSave(params), "state": ocp.args.PyTreeSave(numbered)}
         self._writer.save(target, args=ocp.args.Composite(**arguments))
@@ -136,9 +146,12 @@ class Saver:
         """Called by orbax when all arrays are written, just before the folder gets its final name."""
         if self._next is None or jax.process_index() != 0:
             return
-        target, info = self._next
+        target, info, files = self._next
         work = target.with_name(target.name + _UNFINISHED)
+        for name, content in files.items():
+            (work / name).write_bytes(content)
         found = [path for item in ("params", "state") for path in (work / item).rglob("*") if path.is_file()]
+        found += [work / name for name in files]
         info["files"] = {str(path.relative_to(work)): path.stat().st_size for path in sorted(found)}
         (work / INFO_NAME).write_text(json.dumps(info, indent=1), encoding="utf-8")
 

@@ -42,6 +42,7 @@ class ModelConfig:
     position: str
     train_length: int
     qk_norm: bool = False
+    qkv_bias: bool = False
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init: Init = "torch"
@@ -57,9 +58,13 @@ class ModelConfig:
         if self.head_dim == 0:
             _divides("model.dim", self.dim, "model.heads", self.heads)
             object.__setattr__(self, "head_dim", self.dim // self.heads)
-        _positive(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "mlp_dim", "train_length")
-        _positive(self, "norm_eps", "init_std")
-        _choices(self, "model")
+        _positive(
+            "model", self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "mlp_dim", "train_length"
+        )
+        _positive("model", self, "norm_eps", "init_std")
+        _choices("model", self)
+        if self.init == "torch":
+            _refuse_idle("model", self, "model.init=torch", "init_std")
         _divides("model.heads", self.heads, "model.kv_heads", self.kv_heads)
         from bampath.positions.registry import (
             parse,  # here: it brings JAX, which reading a configuration can do without
@@ -99,10 +104,10 @@ class OptimConfig:
     muon_steps: int = 5
 
     def __post_init__(self) -> None:
-        _choices(self, "optim")
-        _positive(self, "lr", "eps", "muon_steps")
-        _not_negative(self, "warmup_steps", "decay_steps", "lr_start", "lr_end", "weight_decay", "clip_norm")
-        _not_negative(self, "prior_lr", "sharpness_lr", "position_lr", "prior_decay")
+        _choices("optim", self)
+        _positive("optim", self, "lr", "eps", "muon_steps")
+        _not_negative("optim", self, "warmup_steps", "decay_steps", "lr_start", "lr_end", "weight_decay", "clip_norm")
+        _not_negative("optim", self, "prior_lr", "sharpness_lr", "position_lr", "prior_decay")
         for name in ("b1", "b2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
@@ -110,6 +115,12 @@ class OptimConfig:
             raise ValueError(f"optim.b2={self.b2}: RAdam rectifies only where 2/(1 - b2) - 1 > 4, that is b2 > 0.6")
         if self.schedule == "wsd" and self.decay_steps == 0:
             raise ValueError("optim.schedule=wsd needs optim.decay_steps, the number of steps of its final decay")
+        if self.schedule != "wsd":
+            _refuse_idle("optim", self, f"optim.schedule={self.schedule} (it is for wsd)", "decay_steps")
+        if self.name != "muon":
+            _refuse_idle("optim", self, f"optim.name={self.name}", "muon_momentum", "muon_steps")
+        if self.clip_norm == 0:
+            _refuse_idle("optim", self, "optim.clip_norm=0", "clip_positional")
 
 
 @dataclass(frozen=True)
@@ -133,8 +144,8 @@ class TrainConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
-        _not_negative(self, "seed", "eval_every", "save_every", "keep_every")
+        _positive("train", self, "steps", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
+        _not_negative("train", self, "seed", "eval_every", "save_every", "keep_every")
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ class MeshConfig:
     context: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, "data", "fsdp", "tensor", "context")
+        _positive("mesh", self, "data", "fsdp", "tensor", "context")
 
     @property
     def size(self) -> int:
@@ -256,16 +267,26 @@ def reference() -> str:
     return "\n\n".join([*blocks, shortcuts])
 
 
-def _positive(config: Any, *names: str) -> None:
+def _positive(section: str, config: Any, *names: str) -> None:
     for name in names:
         if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)} must be greater than 0")
+            raise ValueError(f"{section}.{name}={getattr(config, name)} must be greater than 0")
 
 
-def _not_negative(config: Any, *names: str) -> None:
+def _not_negative(section: str, config: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(config, name) < math.inf:
-            raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)} must not be negative")
+            raise ValueError(f"{section}.{name}={getattr(config, name)} must not be negative")
+
+
+def _refuse_idle(section: str, config: Any, beside: str, *names: str) -> None:
+    """ValueError for an option that was changed although nothing reads it."""
+    for name in names:
+        default = type(config).__dataclass_fields__[name].default
+        if getattr(config, name) != default:
+            raise ValueError(
+                f"{section}.{name}={getattr(config, name)} has no effect with {beside}; leave it at {default}"
+            )
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
@@ -287,7 +308,7 @@ def _spreads_evenly(config: Config) -> None:
     _divides("data.sequence_length", data.sequence_length, "mesh.context × mesh.tensor", tokens)
 
 
-def _choices(config: Any, section: str) -> None:
+def _choices(section: str, config: Any) -> None:
     """ValueError for a Literal field whose value is not one of its choices."""
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)

@@ -15,7 +15,7 @@ import numpy as np
 from bampath.cache import Cache
 from bampath.data import StreamDecoder, Tokenizer
 from bampath.load import Loaded, load
-from bampath.model import LM, check_length, init_cache
+from bampath.model import LM, check_length, init_cache, model_config
 
 Array = jax.Array
 
@@ -72,12 +72,19 @@ def extend(model: LM, params: Any, tokens: Array, cache: Cache, mask: Array) -> 
     return _call(model, params, "extend", tokens, cache, mask)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def _step(
-    model: LM, sampling: Sampling, params: Any, tokens: Array, cache: Cache, alive: Array, key: Array
-) -> tuple[Array, Cache]:
+    model: LM, sampling: Sampling, ids: int, params: Any, tokens: Array, cache: Cache, alive: Array, key: Array
+) -> tuple[Array, Array, Cache]:
     hidden, cache = _call(model, params, "extend", tokens[:, None], cache, alive[:, None])
-    return pick(_call(model, params, "logits", hidden[:, 0]), key, sampling), cache
+    return *_draw(model, sampling, ids, params, hidden[:, 0], key), cache
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _draw(model: LM, sampling: Sampling, ids: int, params: Any, hidden: Array, key: Array) -> tuple[Array, Array]:
+    """The next token (below `ids`) of each row [B] from its last hidden state; whether its logits are finite [B]."""
+    logits = _call(model, params, "logits", hidden)[:, :ids]
+    return pick(logits, key, sampling), jnp.isfinite(logits).all(axis=-1)
 
 
 def stream_features(
@@ -128,13 +135,18 @@ def prefill(
     return final, cache
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged prompts -> tokens [B, T] int32 (0 where padded) and mask [B, T]; `side` is "left" or "right"."""
+def pad_prompts(prompts: Sequence[Sequence[int]], side: str, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Ragged prompts -> tokens [B, T] int32 (0 where padded) and mask [B, T]; `side` is "left" or "right".
+
+    T is the longest prompt's length, rounded up to a multiple of `multiple`.
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple={multiple} must be at least 1")
     if side not in ("left", "right"):
         raise ValueError(f'pad_side={side!r} must be "left" or "right"')
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError("every prompt needs at least one token (an empty text has none: start with a BOS token)")
-    width = max(map(len, prompts))
+    width = -(-max(map(len, prompts)) // multiple) * multiple
     tokens, mask = np.zeros((len(prompts), width), np.int32), np.zeros((len(prompts), width), bool)
     for row, prompt in enumerate(prompts):
         place = slice(width - len(prompt), width) if side == "left" else slice(0, len(prompt))
@@ -151,38 +163,64 @@ def generate(
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     seed: int = 0,
     stop_id: int | None = None,
+    stop: Callable[[list[int]], bool] | None = None,
     pad_side: str = "left",
     chunk: int = 512,
+    multiple: int = 1,
+    vocab_size: int | None = None,
     on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by at most `max_new_tokens` tokens, up to and without `stop_id`.
 
     prompts: ragged lists of token ids; the result of each row is that of its solo run, whatever stands beside it.
-    on_tokens gets each step's tokens [B] as they come, -1 for rows that have ended.
+    stop sees the new tokens of a row after each of them and ends the row by saying True (its tokens stay).
+    multiple: prompts and cache are padded to a multiple of it, so that different batches share compiled programs.
+    vocab_size: the tokenizer's, where the model has more embeddings than that: only ids below it are drawn.
+    on_tokens gets each step's tokens [B] as they come, -1 for rows that have ended. FloatingPointError if the logits
+    of a row are not finite: no token could be drawn from them.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     _check_chunk(chunk)
-    tokens, mask = pad_prompts(prompts, pad_side)
+    known = model_config(model.config).vocab_size
+    ids = known if vocab_size is None else vocab_size
+    if not 0 < ids <= known:
+        raise ValueError(f"vocab_size={ids} must be between 1 and the model's {known}")
+    tokens, mask = pad_prompts(prompts, pad_side, multiple)
     check_length(model.config, max(map(len, prompts)) + max_new_tokens)
-    cache = init_cache(model.config, len(prompts), tokens.shape[1] + max_new_tokens)
+    capacity = -(-(tokens.shape[1] + max_new_tokens) // multiple) * multiple
+    cache = init_cache(model.config, len(prompts), capacity)
     hidden, cache = prefill(model, params, tokens, mask, cache, chunk)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
-    new = np.asarray(pick(_call(model, params, "logits", hidden), keys[0], sampling))
+    drawn = _draw(model, sampling, ids, params, hidden, keys[0])
     results: list[list[int]] = [[] for _ in prompts]
     alive = np.ones(len(prompts), bool)
     for step in range(max_new_tokens):
         if step:
-            device_new, cache = _step(model, sampling, params, jnp.asarray(new), cache, jnp.asarray(alive), keys[step])
-            new = np.asarray(device_new)
+            *drawn, cache = _step(model, sampling, ids, params, drawn[0], cache, jnp.asarray(alive), keys[step])
+        new, finite = map(np.asarray, drawn)
+        if not finite[alive].all():
+            raise FloatingPointError(_not_finite(params, int(np.argmin(finite | ~alive)), step))
         alive &= new != stop_id if stop_id is not None else True
         for row in np.flatnonzero(alive):
             results[row].append(int(new[row]))
+        shown = np.where(alive, new, -1)
+        if stop is not None:
+            for row in np.flatnonzero(alive):
+                alive[row] = not stop(results[row])
         if on_tokens is not None:
-            on_tokens(np.where(alive, new, -1))
+            on_tokens(shown)
         if not alive.any():
             break
     return results
+
+
+def _not_finite(params: Any, row: int, step: int) -> str:
+    """What to say of logits that are not finite."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    bad = next(("/".join(str(k.key) for k in path) for path, leaf in leaves if not np.isfinite(leaf).all()), None)
+    cause = f"the parameter {bad} is not finite" if bad else "all parameters are finite, so an activation overflowed"
+    return f"the logits of row {row} at new token {step} are not finite: {cause}"
 
 
 def encode_prompt(loaded: Loaded, text: str) -> list[int]:
@@ -212,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass; 1 keeps all")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--chunk", type=int, default=512, help="tokens of the prompt read at a time (default 512)")
-    p.add_argument("--tokenizer", help="where the tokenizer's file is, if it has moved")
+    p.add_argument("--tokenizer", help="path of the tokenizer's file (default: the copy in the checkpoint)")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
     return p
 
@@ -235,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=args.seed,
         stop_id=loaded.tokenizer.eos_id,
         chunk=args.chunk,
+        vocab_size=loaded.tokenizer.vocab_size,
         on_tokens=push if single else None,
     )
     if single:
@@ -246,5 +285,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")

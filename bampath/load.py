@@ -14,6 +14,8 @@ from bampath.data import Tokenizer, tokenizer_of
 from bampath.model import LM
 from bampath.params import unbox
 
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -30,14 +32,15 @@ class Loaded:
 def load(path: Path | str, tokenizer: str | None = None, **model_changes: Any) -> Loaded:
     """Read a run's latest checkpoint, or the one named.
 
-    tokenizer: where the tokenizer's file is now, if it has moved. model_changes replace fields of the ModelConfig that
-    change no parameter, such as dtype="bfloat16" or attention_impl="xla". CheckpointError if there is no complete
-    checkpoint, its arrays are not those of its configuration, or the tokenizer is not the one it was trained with.
+    tokenizer: the path of the tokenizer's file; by default the copy in the checkpoint. model_changes replace fields of
+    the ModelConfig that change no parameter, such as dtype="bfloat16" or attention_impl="xla". CheckpointError if
+    there is no complete checkpoint, its arrays are not those of its configuration, or the tokenizer is not the one it
+    was trained with.
     """
     info = checkpoint.describe(path)
     config = from_json(json.dumps(info.config))
-    if tokenizer is not None:
-        config = replace(config, data=replace(config.data, tokenizer=tokenizer))
+    copy = next((str(file) for name in TOKENIZER_NAMES if (file := info.path / name).is_file()), None)
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer or copy or config.data.tokenizer))
     config = replace(config, model=replace(config.model, **model_changes))
     codec = tokenizer_of(config.data)
     if codec.fingerprint != info.tokenizer:

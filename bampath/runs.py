@@ -38,7 +38,7 @@ class Start:
 def open_run(
     config: Config, run_dir: Path, declared: Declared, resume: bool, say: Callable[[str], None] = print
 ) -> Start:
-    """Make or open the folder of a run; nothing in it changes yet.
+    """Look at the folder of a run, which need not exist; nothing is made or changed yet.
 
     FileExistsError if the folder has something in it and `resume` is false. CheckpointError if its checkpoint is of a
     model with other arrays, ValueError if the configuration differs in what cannot change.
@@ -46,7 +46,6 @@ def open_run(
     used = run_dir.exists() and any(run_dir.iterdir())
     if used and not resume:
         raise FileExistsError(f"{run_dir} is not empty; continue that run with --resume, or choose another --run-dir")
-    run_dir.mkdir(parents=True, exist_ok=True)
     start = Start()
     if used:
         start = _last(run_dir, say)
@@ -63,7 +62,8 @@ def saved_config(run_dir: Path) -> Config | None:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Write config.json so that a crash leaves the old or the new one."""
+    """Make the folder and write config.json so that a crash leaves the old or the new one."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     temporary = run_dir / f"{CONFIG_NAME}.partial"
     temporary.write_text(to_json(config) + "\n", encoding="utf-8")
     os.replace(temporary, run_dir / CONFIG_NAME)

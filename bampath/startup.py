@@ -12,8 +12,9 @@ from flax import linen as nn
 from bampath import sharding
 from bampath.attention import Attention
 from bampath.config import Config, MeshConfig
-from bampath.data.tokenizer import Tokenizer
+from bampath.data import Loader, Tokenizer, describe
 from bampath.flops import body_parameters, peak_flops, train_flops_per_token
+from bampath.optim import learning_rate
 from bampath.positions.registry import parse
 from bampath.step import Declared, build_model, declare
 from kernels.attention import api as attention_api
@@ -49,10 +50,32 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} of {model.vocab_size:,} embeddings used",
         "batch": f"{data.batch_size} × {data.sequence_length} = {tokens:,} tokens in {train.accumulate} part(s), "
         f"{train.steps:,} steps = {tokens * train.steps:,} tokens",
+        "rate": schedule(config),
         "work": f"{flops.causal:.3g} FLOP per token ({flops.full:.3g} if all pairs are counted), peak "
         + (f"{peak:.3g} FLOP/s" if peak else "of this device unknown: no MFU"),
     }
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def first_rows(loader: Loader, step: int, lines: int = 12) -> str:
+    """The first row of the batch of `step` as the model sees it: segments, positions, loss and text."""
+    shown = describe(loader.batch_at(step), 0, loader.source.tokenizer).splitlines()
+    more = [f"… and {len(shown) - lines} more segments"] if len(shown) > lines + 1 else []
+    return "\n".join(["first batch", *(f"  {line}" for line in [*(shown[:lines] if more else shown), *more])])
+
+
+def schedule(config: Config) -> str:
+    """The optimiser and its learning rate over the run, with a warning where the ramp is longer than the run."""
+    o, steps = config.optim, config.train.steps
+    end = {"constant": "constant", "wsd": f"constant, over the last {o.decay_steps:,} steps linear to"}
+    shape = end.get(o.schedule, f"{o.schedule} to") + ("" if o.schedule == "constant" else f" {o.lr * o.lr_end:g}")
+    if not o.warmup_steps:
+        return f"{o.name}, {o.lr:g}, {shape} at step {steps:,}"
+    ramp = f"{o.name}, {o.lr * o.lr_start:g} to {o.lr:g} over {o.warmup_steps:,} steps"
+    if o.warmup_steps < steps:
+        return f"{ramp}, then {shape} at step {steps:,}"
+    last = float(learning_rate(o, steps)(steps))
+    return f"{ramp}; this run of {steps:,} steps ENDS ON THIS RAMP at {last:g}: set optim.warmup_steps"
 
 
 def spread(mesh: MeshConfig) -> str:

@@ -100,6 +100,7 @@ def fit(
         if evaluate is None and config.train.eval_every:
             evaluate = validation_loss(config, model, loader)
         state = runs.first_state(config, model, declared, loader, found)
+        print(startup.first_rows(loader, found.step), file=out, flush=True)
         runs.write_config(config, run_dir)  # only now: whatever is refused, is refused before
         with (
             Progress(config.train.steps, out) as progress,
@@ -209,7 +210,8 @@ class _Run:
             "tokenizer": self.loader.source.tokenizer.fingerprint,
             "elapsed": time.monotonic() - self.started,
         }
-        return self.saver.save(done, state.params, runs.saved_state(state), facts)
+        file = self.loader.source.tokenizer.file
+        return self.saver.save(done, state.params, runs.saved_state(state), facts, dict([file] if file else []))
 
     def run_evaluation(self, done: int, state: TrainState) -> None:
         assert self.evaluate is not None

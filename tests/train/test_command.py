@@ -90,6 +90,19 @@ def test_kernels_that_a_run_would_use():
     assert "kernels     path xla in layers 0, 2; attention xla in layers 1" in text
 
 
+def test_the_rate_line_says_what_the_schedule_does():
+    for overrides, line in (
+        (["train.steps=1000"], "adamw, 0 to 0.003 over 20 steps, then cosine to 0.0003 at step 1,000"),
+        (["optim.schedule=constant", "optim.warmup_steps=0"], "adamw, 0.003, constant at step 200"),
+        (
+            ["optim.schedule=wsd", "optim.decay_steps=50"],
+            "then constant, over the last 50 steps linear to 0.0003 at step 200",
+        ),
+        (["train.steps=10"], "this run of 10 steps ENDS ON THIS RAMP at 0.0015: set optim.warmup_steps"),
+    ):
+        assert line in startup.schedule(config.get("tiny", *overrides))
+
+
 def train_tokenizer():
     from bampath.data import ByteTokenizer
 

@@ -77,7 +77,13 @@ def test_what_follows_from_another_key_keeps_following_it():
         ("model.heads=5", r"model.dim=64 is not divisible by model.heads=5"),
         ("model.kv_heads=3", r"model.heads=4 is not divisible by model.kv_heads=3"),
         ("train.accumulate=3", r"data.batch_size=8 is not divisible by train.accumulate=3"),
-        ("train.steps=0", r"TrainConfig.steps=0 must be greater than 0"),
+        ("train.steps=0", r"train.steps=0 must be greater than 0"),
+        ("optim=3", r"optim is a section: set its keys one by one, optim.name, optim.lr"),
+        ("data.retrieval=1", r"data.retrieval is a section: .*data.retrieval.share"),
+        ("optim.decay_steps=5", r"optim.decay_steps=5 has no effect with optim.schedule=cosine .*wsd.*leave it at 0"),
+        ("optim.muon_steps=3", r"optim.muon_steps=3 has no effect with optim.name=adamw"),
+        ("optim.muon_momentum=0.9", r"optim.muon_momentum=0.9 has no effect with optim.name=adamw"),
+        ("model.init_std=0.1", r"model.init_std=0.1 has no effect with model.init=torch"),
         ("optim.b2=0.5", r"b2 > 0.6"),
         ("optim.schedule=wsd", r"decay_steps"),
     ],
@@ -119,10 +125,12 @@ def test_values_are_checked_when_built_and_cannot_change():
         built.dim = 3
     with pytest.raises(ValueError, match=r"model.init='zeros' is not one of torch, normal"):
         model(init="zeros")
-    with pytest.raises(ValueError, match=r"ModelConfig.layers=0"):
+    with pytest.raises(ValueError, match=r"model.layers=0"):
         model(layers=0)
     with pytest.raises(ValueError, match=r"optim.b1=1.0 must be in \[0, 1\)"):
         OptimConfig(b1=1.0)
+    with pytest.raises(ValueError, match=r"clip_positional=False has no effect with optim.clip_norm=0"):
+        OptimConfig(clip_norm=0, clip_positional=False)
     with pytest.raises(ValueError, match="keep=0"):
         TrainConfig(keep=0)
     assert Config(model=built) == Config(model=model())

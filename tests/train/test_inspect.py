@@ -94,6 +94,7 @@ def test_difference_of_two_checkpoints(bam, tmp_path, capsys):
         "  optim.lr: 0.003 → 0.0001",
         "  layer_0/attention/position/bam/theta_alpha float32[4] is only in the first",
         "  step: 5 → 7",
+        "  data.step: 5 → 7",
         "state: no difference",
     ):
         assert line in text.splitlines()
@@ -117,5 +118,15 @@ def test_what_is_no_checkpoint_is_refused_in_a_line(bam, tmp_path, capsys):
     shutil.copytree(bam, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy/checkpoints/00000005/params")
     assert inspect.main([str(tmp_path / "copy")]) == 2
-    with pytest.raises(SystemExit):
-        inspect.main(["--diff", str(bam)])
+    for arguments, message in (
+        (["--diff", "a"], "--diff compares two checkpoints, as in --diff A B; got 1: a"),
+        (["a", "b"], "one checkpoint is inspected at a time (--diff A B compares two); got 2: a b"),
+    ):
+        with pytest.raises(SystemExit):
+            inspect.main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_the_flag_may_stand_between_the_checkpoints(bam, capsys):
+    assert inspect.main([str(bam), "--diff", str(bam)]) == 0
+    assert "configuration: no difference" in capsys.readouterr().out

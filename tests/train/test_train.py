@@ -59,6 +59,8 @@ def test_what_a_run_leaves_behind(run):
         "no MFU",
         "259 of 272",
         "step 6/6",
+        "adamw, 0.003, cosine to 0.0003 at step 6",
+        "row 0 of 4: 24 places, ",
     ):
         assert text in printed
 
@@ -144,3 +146,7 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(run):
     home, cfg, *_ = run
     with pytest.raises(ValueError, match=r"259 ids, but model.vocab_size=256"):
         fit(config.override(cfg, "model.vocab_size=256"), home / "vocabulary", out=io.StringIO())
+    assert not (home / "vocabulary").exists()  # a refused run leaves nothing behind
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        fit(config.override(cfg, "data.source=nowhere"), home / "vocabulary", out=io.StringIO())
+    assert not (home / "vocabulary").exists()
