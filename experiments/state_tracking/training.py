@@ -41,15 +41,24 @@ def train(config: Config, task: StateTask, seeds: Sequence[int], watch: Callable
         return jax.lax.scan(one, state, batches)
 
     together = jax.jit(jax.vmap(several), donate_argnums=0)
-    state, curve, done = _first_states(config, model, seeds), [], 0
-    for batches in _batches(config, task, seeds):
+    state, curve = _first_states(config, model, seeds), list[tuple[int, list[float]]]()
+    running: tuple[int, jax.Array] | None = None
+    for done, batches in _batches(config, task, seeds):
         state, losses = together(state, batches)
-        done += losses.shape[1]
-        curve.append((done, np.asarray(losses).mean(axis=1).tolist()))
-        watch(done, curve[-1][1])
+        if running is not None:  # the block before this one: reading it waits for nothing that was just started
+            _note(curve, *running, watch)
+        running = (done, losses)
+    if running is not None:
+        _note(curve, *running, watch)
     if not bool(jnp.all(state.sound)):
         raise FloatingPointError(f"{config.model.position}: a loss, gradient or update was not finite")
     return Trained(state.params, curve)
+
+
+def _note(curve: list[Any], done: int, losses: jax.Array, watch: Callable[[int, Any], None]) -> None:
+    """Put the mean over the steps of losses [S, steps] into the curve, and show it."""
+    curve.append((done, np.asarray(losses).mean(axis=1).tolist()))
+    watch(done, curve[-1][1])
 
 
 def _first_states(config: Config, model: Any, seeds: Sequence[int]) -> TrainState:
@@ -63,8 +72,8 @@ def _first_states(config: Config, model: Any, seeds: Sequence[int]) -> TrainStat
     return jax.jit(jax.vmap(start))(jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)))
 
 
-def _batches(config: Config, task: StateTask, seeds: Sequence[int]) -> Iterator[Batch]:
-    """Blocks {name: [S, steps, B, T]}; a block is a pure function of its seed and its first step."""
+def _batches(config: Config, task: StateTask, seeds: Sequence[int]) -> Iterator[tuple[int, Batch]]:
+    """(steps done after it, {name: [S, steps, B, T]}) per block, which is a pure function of seed and first step."""
     size = config.data.batch_size
     for first in range(0, config.train.steps, STEPS):
         count = min(STEPS, config.train.steps - first)
@@ -72,7 +81,8 @@ def _batches(config: Config, task: StateTask, seeds: Sequence[int]) -> Iterator[
         cut = lambda name, drawn=drawn, count=count: np.stack(
             [getattr(rows, name).reshape(count, size, -1) for rows in drawn]
         )
-        yield jax.device_put({name: cut(name) for name in ("tokens", "targets", "weights")})
+        batches = jax.device_put({name: cut(name) for name in ("tokens", "targets", "weights")})
+        yield first + count, batches
 
 
 def seed_of(params: Any, index: int) -> Any:
