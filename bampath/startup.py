@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from bampath import sharding
@@ -58,8 +59,10 @@ def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:
 
 
 def first_rows(loader: Loader, step: int, lines: int = 12) -> str:
-    """The first row of the batch of `step` as the model sees it: segments, positions, loss and text."""
-    shown = describe(loader.batch_at(step), 0, loader.source.tokenizer).splitlines()
+    """The row with most documents in the batch of `step` as the model sees it: segments, positions, loss and text."""
+    batch = loader.batch_at(step)
+    row = int(np.argmax([len(np.unique(ids)) for ids in batch["segment_ids"]]))
+    shown = describe(batch, row, loader.source.tokenizer).splitlines()
     more = [f"… and {len(shown) - lines} more segments"] if len(shown) > lines + 1 else []
     return "\n".join(["first batch", *(f"  {line}" for line in [*(shown[:lines] if more else shown), *more])])
 

@@ -60,7 +60,7 @@ def test_what_a_run_leaves_behind(run):
         "259 of 272",
         "step 6/6",
         "adamw, 0.003, cosine to 0.0003 at step 6",
-        "row 0 of 4: 24 places, ",
+        " of 4: 24 places, ",
     ):
         assert text in printed
 
