@@ -182,7 +182,7 @@ class _Logits:
         """Prior, gates and sharpness for z [B, S, H] at distances [B, S]."""
         bias: Any = jnp.zeros((), z.dtype)
         if self.prior is not None:
-            value = jax.vmap(lambda params: self.prior.log_prior(params, distance))(self.prior.params)
+            value = jax.vmap(self.prior.log_prior, in_axes=(0, None))(self.prior.params, distance)
             bias = jnp.moveaxis(value, 0, 2).astype(z.dtype)
         if gates is not None:
             bias = bias + gates.astype(z.dtype)
