@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 SHAPES = ((8, 4096, 16, 64), (4, 4096, 16, 128), (1, 32768, 16, 64), (1, 16384, 16, 128))
@@ -162,8 +163,8 @@ def prepare_jax(shape: Shape) -> Iterator[Prepared]:
 
             forward, backward = jax.jit(attend), jax.jit(both)
             jax.block_until_ready((forward(q, k, v), backward(q, k, v, do)))
-            yield rows[0], lambda forward=forward: forward(q, k, v), 5
-            yield rows[1], lambda backward=backward: backward(q, k, v, do), 5
+            yield rows[0], partial(forward, q, k, v), 5
+            yield rows[1], partial(backward, q, k, v, do), 5
         except Exception as problem:
             yield rows[1] | {"skipped": why(problem)}, lambda: None, 0
 
@@ -178,14 +179,15 @@ def main() -> None:
     framework = sys.argv[1]
     if framework == "torch":
         prepare: Any = prepare_torch
-        wait = lambda _: importlib.import_module("torch").cuda.synchronize()
+        wait: Callable[[Any], Any] = lambda _: importlib.import_module("torch").cuda.synchronize()
     else:
-        prepare, wait = prepare_jax, lambda x: importlib.import_module("jax").block_until_ready(x)
+        prepare, wait = prepare_jax, importlib.import_module("jax").block_until_ready
     shapes = [tuple(map(int, text.split(","))) for text in sys.argv[2:]] or SHAPES
     try:
         ready = [case for shape in shapes for case in prepare(shape)]
     except ModuleNotFoundError as problem:
-        ready = [({"case": "plain", "impl": framework, "pass": "fwd", "skipped": why(problem)}, lambda: None, 0)]
+        absent = {"case": "plain", "impl": framework, "pass": "fwd", "dtype": "bfloat16", "skipped": why(problem)}
+        ready = [(absent, dict, 0)]
     print("READY", flush=True)
     sys.stdin.readline()
     for row, run, repeats in ready:
@@ -198,6 +200,7 @@ def main() -> None:
             factor = 1 if row["pass"] == "fwd" else 3.5
             row["tflops"] = 2 * row["B"] * row["H"] * row["T"] ** 2 * row["D"] * factor / row["ms"] / 1e9
         print(json.dumps(row), flush=True)
+    print("DONE", flush=True)
 
 
 if __name__ == "__main__":

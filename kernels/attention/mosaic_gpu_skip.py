@@ -1,8 +1,8 @@
 """Forget gates: which tiles can be left out because all of them together weigh less than `LOST` in every row.
 
 After the adaptive computation pruning of Lin et al. (arXiv 2504.06949), with the bound proved per block. Let row i see
-its own key i (all calls that get here do). With the content c, u_i = scale ‖q_i‖ max ‖k‖ ≥ c_ij, the prior p and the gate
-sums G (G': the key's own), for any j
+its own key i (all calls that get here do). With the content c, u_i = scale ‖q_i‖ max ‖k‖ ≥ c_ij, the prior p and gate
+sums G (G' is the own key's), for any j
 
     logit_ij − logit_ii  ≤  |r_i| u_i − r_i c_ii + r_i (max p − p(0)) + r_i (G_i − G_j − (G_i − G_i'))
 

@@ -73,6 +73,12 @@ class Spec:
         """Real rows of a program: tokens × query heads of a key head."""
         return self.queries * self.group
 
+    @property
+    def padding(self) -> tuple[int, int]:
+        """(rows up to a power of two, how often each is repeated to make the 16 that a matrix product needs)."""
+        count = 1 << (self.rows - 1).bit_length()
+        return count, max(1, 16 // count)
+
 
 def supports(call: Call) -> str | None:
     """None, or why this kernel cannot serve the call."""
@@ -119,11 +125,19 @@ def is_arithmetic(log_prior: Any, params: Any) -> bool:
     return not closed.consts and allowed(closed.jaxpr)
 
 
-def _rows(spec: Spec, kv_head: Array, count: int) -> tuple[Array, Array, Array]:
-    """(token, head, is it real) of each of `count` rows."""
-    row = lax.broadcasted_iota(jnp.int32, (count,), 0)
+def _rows(spec: Spec, kv_head: Array, count: int, copies: int = 1) -> tuple[Array, Array]:
+    """(token, head) [count · copies, 1] of `count` rows, each repeated `copies` times."""
+    row = lax.div(lax.broadcasted_iota(jnp.int32, (count * copies, 1), 0), jnp.int32(copies))
     token = jnp.minimum(lax.div(row, jnp.int32(spec.group)), spec.queries - 1)
-    return token, kv_head * spec.group + lax.rem(row, jnp.int32(spec.group)), row < spec.rows
+    return token, kv_head * spec.group + lax.rem(row, jnp.int32(spec.group))
+
+
+def _repeat(x: Array, copies: int) -> Array:
+    """[n, m] -> [n · copies, m], each row repeated; one row is left to broadcasting."""
+    if copies == 1 or x.shape[0] == 1:
+        return x
+    wide = lax.broadcast_in_dim(x, (x.shape[0], copies, x.shape[1]), (0, 2))
+    return wide.reshape(-1, x.shape[1])
 
 
 def _span_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
@@ -198,15 +212,16 @@ def _inline(spec: Spec, x: dict[str, Any], head: Array, ahead: Array) -> Array:
 def _split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     x = dict(zip(names, refs, strict=True))
     split, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    padded = max(16, pl.next_power_of_2(spec.rows))
-    token, head, real = _rows(spec, kv_head, padded)
+    # A matrix product has 16 rows at least. Rows are repeated to fill it, so that what is elementwise in them (prior,
+    # gates, masks) is worked out once per row and not for padding.
+    count, copies = spec.padding
+    padded = count * copies
+    token, head = _rows(spec, kv_head, count, copies)
     d = lax.broadcasted_iota(jnp.int32, (1, triton_gpu.padded_head(spec.dim)), 1)
     dv = lax.broadcasted_iota(jnp.int32, (1, triton_gpu.padded_head(spec.value_dim)), 1)
-    q = plgpu.load(x["q"].at[batch, token[:, None], head[:, None], d], mask=real[:, None] & (d < spec.dim), other=0)
-    # What depends on the row alone is worked out once if there is one row, not for those that pad the product.
-    lines = _rows(spec, kv_head, 1) if spec.rows == 1 else (token, head, real)
-    token, head = lines[0][:, None], lines[1][:, None]
+    q = plgpu.load(x["q"].at[batch, token, head, d], mask=(token >= 0) & (d < spec.dim), other=0)
     r = x["sharpness"][batch, token, head] if "sharpness" in x else None
+    token, head = _rows(spec, kv_head, count)
     low, high = jnp.int32(0), jnp.int32(spec.keys)
     if "low" in x:
         spans = pl.ds(0, SPANS)
@@ -229,6 +244,8 @@ def _split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> N
         seen = _seen(spec, x, batch, token, index, inside)
         z = product(q, k, (1, 1), spec.exact, spec.interpret) * spec.scale
         offsets = _offsets(spec, x, batch, token, head, (index, inside), ahead)
+        offsets, seen = (_repeat(jnp.broadcast_to(y, ahead.shape), copies) for y in (offsets, seen.astype(jnp.int32)))
+        seen = seen > 0
         if r is None:
             z = z + offsets
         else:
@@ -247,10 +264,12 @@ def _split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> N
     acc, top, total = lax.fori_loop(jnp.minimum(first, steps), jnp.minimum(first + share, steps), body, init)
     some = total > 0
     safe = jnp.where(some, total, 1.0)
-    row = lax.broadcasted_iota(jnp.int32, (padded, 1), 0)
-    plgpu.store(x["parts"].at[batch, kv_head, row, split, dv], acc / safe[:, None], mask=(row < spec.rows) & (dv >= 0))
+    place = lax.broadcasted_iota(jnp.int32, (padded, 1), 0)
+    row = lax.div(place, jnp.int32(copies))
+    first_copy = (row * copies == place) & (row < spec.rows)
+    plgpu.store(x["parts"].at[batch, kv_head, place, split, dv], acc / safe[:, None], mask=first_copy & (dv >= 0))
     lse = jnp.where(some, top + jnp.log2(safe), -jnp.inf)
-    plgpu.store(x["part_lse"].at[batch, kv_head, row[:, 0], split], lse, mask=real)
+    plgpu.store(x["part_lse"].at[batch, kv_head, place[:, 0], split], lse, mask=first_copy[:, 0])
 
 
 def _stream(ref: Any, batch: Array, column: Array, kv_head: Array, d: Array, dim: int, high: Array) -> Array:
@@ -261,12 +280,12 @@ def _stream(ref: Any, batch: Array, column: Array, kv_head: Array, d: Array, dim
 def _merge_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
     x = dict(zip(names, refs, strict=True))
     row, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    splits = x["part_lse"].shape[3]
+    splits, place = x["part_lse"].shape[3], row * spec.padding[1]
     index = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(splits), 1), 0)
     inside = index < splits
-    lse = plgpu.load(x["part_lse"].at[batch, kv_head, row, index[:, 0]], mask=inside[:, 0], other=-jnp.inf)
+    lse = plgpu.load(x["part_lse"].at[batch, kv_head, place, index[:, 0]], mask=inside[:, 0], other=-jnp.inf)
     d = lax.broadcasted_iota(jnp.int32, (1, x["parts"].shape[4]), 1)
-    parts = plgpu.load(x["parts"].at[batch, kv_head, row, index, d], mask=inside & (d >= 0), other=0.0)
+    parts = plgpu.load(x["parts"].at[batch, kv_head, place, index, d], mask=inside & (d >= 0), other=0.0)
     top = lse.max()
     base = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp2(lse - base)
@@ -299,14 +318,15 @@ def _run(
     return dict(zip(outputs, run(*arrays.values()), strict=True))
 
 
-def make_plan(call: Call, interpret: bool = False) -> Plan:
-    """Enough programs to fill the GPU a few times over, none of them with less than two steps."""
+def make_plan(call: Call, interpret: bool = False, per_core: int | None = None) -> Plan:
+    """`per_core` programs for each multiprocessor, none with less than two steps; the numbers are tune.py's (H200)."""
     batch, keys, kv_heads, _ = call.k.shape
     cores = 132 if interpret else int(getattr(jax.devices()[0], "core_count", 132))
     wide = max(call.k.shape[3], call.v.shape[3]) * call.k.dtype.itemsize
-    step = 64 if wide <= 256 else 32
-    wanted = -(-4 * cores // (batch * kv_heads))
-    return Plan(max(1, min(wanted, keys // (2 * step), 256)), step, interpret=interpret)
+    narrow, step = wide <= 128, 64 if wide <= 256 else 32
+    wanted = (per_core or (4 if narrow else 2)) * cores // (batch * kv_heads)
+    splits = max(1, min(wanted, keys // (2 * step), 256))
+    return Plan(splits, step, warps=2 if narrow else 4, stages=4 if wide <= 256 else 2, interpret=interpret)
 
 
 def _operands(spec: Spec, call: Call) -> dict[str, Array]:
@@ -357,9 +377,10 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         else:
             arrays |= _table(call)
     wide = triton_gpu.padded_head(call.v.shape[3])
+    cut = (kv_heads, spec.padding[0] * spec.padding[1], plan.splits)
     outputs = {
-        "parts": line(kv_heads, spec.rows, plan.splits, wide),
-        "part_lse": line(kv_heads, spec.rows, plan.splits),
+        "parts": line(*cut, wide),
+        "part_lse": line(*cut),
     }
     grid = (plan.splits, kv_heads, batch)
     parts = _run(partial(_split_body, spec, plan), "attention_decode", plan, grid, arrays, outputs)

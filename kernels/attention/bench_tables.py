@@ -1,0 +1,93 @@
+"""The measured tables of docs/kernels.md, from results.json."""
+
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results.json")
+DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+SHOWN = ("device", "driver", "python", "jax", "nvidia-cudnn-cu13", "torch", "triton", "fla-core", "tokamax")
+Row = dict[str, Any]
+
+
+def tables(report: dict[str, Any]) -> str:
+    env, rows = report["env"], report["rows"]
+    known = [f"{n} {env[n]}" for n in (*SHOWN, "flash-attn3-jax", "date") if n in env]
+    return "\n".join([", ".join(known) + ".", "", *speed(rows), "", *decode(rows), "", *checks(rows)])
+
+
+def label(row: Row) -> str:
+    names = {"mosaic_gpu": "", "cudnn": "cuDNN (jax), ", "pallas_triton": "portable, "}
+    extra = ", float32" if row["dtype"] == "float32" else ""
+    return names.get(row["impl"], row["impl"] + ", ") + row["case"] + extra
+
+
+def speed(rows: list[Row]) -> list[str]:
+    lines = [
+        "| B, T, H, D | case | forward ms | TFLOP/s | ratio | fwd + bwd ms | TFLOP/s | ratio | memory MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    timed = [r for r in rows if r["pass"] in ("fwd", "fwd_bwd") and ("ms" in r or "skipped" in r)]
+    shapes = dict.fromkeys(tuple(r[n] for n in "BTHD") for r in timed if "B" in r)
+    for shape in shapes:
+        mine = [r for r in timed if "B" in r and tuple(r[n] for n in "BTHD") == shape]
+        for name in dict.fromkeys(map(label, mine)):
+            cells: list[str] = []
+            peak = None
+            for which in ("fwd", "fwd_bwd"):
+                match = [r for r in mine if label(r) == name and r["pass"] == which and "ms" in r]
+                cells += _times(match[0], mine) if match else ["–"] * 3
+                peak = match[0].get("memory_bytes", peak) if match else peak
+            skipped = [r["skipped"] for r in mine if label(r) == name and "skipped" in r]
+            if skipped:
+                cells[0] = f"skipped: {skipped[0]}"
+            size = f"{peak / 2**20:.0f}" if peak else "–"
+            lines.append(f"| {', '.join(map(str, shape))} | {name} | {' | '.join(cells)} | {size} |")
+    return lines
+
+
+def _times(row: Row, others: list[Row]) -> list[str]:
+    """ms with spread, TFLOP/s, and cuDNN's time over this one."""
+    digits = 3 if row["ms"] < 100 else 1
+    shown = f"{row['ms']:.{digits}f} ({row['ms_min']:.{digits}f}–{row['ms_max']:.{digits}f})"
+    base = [r for r in others if r["impl"] == "cudnn" and r["pass"] == row["pass"] and r["dtype"] == row["dtype"]]
+    return [shown, f"{row['tflops']:.0f}", f"{base[0]['ms'] / row['ms']:.2f}" if base else "–"]
+
+
+def decode(rows: list[Row]) -> list[str]:
+    copy = next((r["bandwidth"] for r in rows if r["pass"] == "copy" and "bandwidth" in r), None)
+    if copy is None:
+        return []
+    lines = [
+        f"Decode: copying 2 GiB reads and writes {copy / 1e12:.2f} TB/s.",
+        "",
+        "| case | B, S, H, Hkv, D | tokens | backend | µs per layer | K and V read, TB/s | of the copy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        if r["pass"] == "decode" and "ms" in r:
+            shape = ", ".join(str(r[n]) for n in ("B", "S", "H", "Hkv", "D"))
+            spread = f"{r['ms'] * 1e3:.1f} ({r['ms_min'] * 1e3:.1f}–{r['ms_max'] * 1e3:.1f})"
+            share = f"{r['bandwidth'] / 1e12:.2f} | {r['bandwidth'] / copy:.2f}"
+            lines.append(f"| {r['case']} | {shape} | {r['T']} | {r['impl']} | {spread} | {share} |")
+    return lines
+
+
+def checks(rows: list[Row]) -> list[str]:
+    from kernels.attention.bench_cases import Case
+    from kernels.attention.bench_parts import judged
+
+    lines = ["| check | backend | dtype | shape | largest error (of) | same bits twice |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        if r["pass"] == "check" and "error" in r:
+            documents = 1 if r["case"] == "one token per document" else 0
+            prior = "ggd_extreme" if "extreme" in r["case"] else None
+            errors = judged(
+                Case(r["case"], r["B"], r["T"], r["H"], r["D"], prior, S=r["S"], documents=documents), r["error"]
+            )
+            worst = max(errors, key=lambda n: errors[n])
+            shape = f"{r['B']}, {r['T']}×{r['S']}, {r['H']}, {r['D']}"
+            same = "yes" if r["deterministic"] else "no"
+            lines.append(
+                f"| {r['case']} | {r['impl']} | {r['dtype']} | {shape} | {errors[worst]:.1e} ({worst}) | {same} |"
+            )
+    return lines
