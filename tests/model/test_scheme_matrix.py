@@ -98,9 +98,9 @@ def test_packed_documents_equal_solo_runs_in_values_and_gradients(spec: str) -> 
         np.testing.assert_allclose(x / scale, wanted[path] / scale, atol=2e-4, err_msg=jax.tree_util.keystr(path))
 
 
-def decode_gap(spec: str, length: int, prompt: int, chunk: int) -> float:
+def decode_gap(spec: str, length: int, prompt: int, chunk: int, **changes: object) -> float:
     """Largest difference between the full forward and chunked prefill followed by one-token decode."""
-    model, params = build(spec)
+    model, params = build(spec, **changes)
     tokens = random_tokens(2, length)
     full = jax.jit(lambda t: model.apply({"params": params}, t, method="features"))(tokens)
     step = jax.jit(lambda cache, new: model.apply({"params": params}, new, cache, new >= 0, method="extend"))
@@ -117,6 +117,13 @@ def decode_gap(spec: str, length: int, prompt: int, chunk: int) -> float:
 @pytest.mark.parametrize("spec", matrix([*HEADLINE, *FEW]))
 def test_prefill_and_decode_equal_the_full_forward(spec: str) -> None:
     assert decode_gap(spec, length=40, prompt=30, chunk=15) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options", [(("qk_norm", True), ("tie_embeddings", True)), (("kv_heads", 1), ("head_dim", 16))]
+)
+def test_options_of_the_model_act_in_decode_as_in_training(options: tuple[tuple[str, object], ...]) -> None:
+    assert decode_gap("rope+bam+ssmax", length=20, prompt=15, chunk=8, **dict(options)) < 1e-4
 
 
 @pytest.mark.parametrize("spec", HEADLINE)
