@@ -61,6 +61,7 @@ def report(results: dict[str, Any]) -> str:
         "## Passkey: share of keys found (all digits right)",
         passkey_table(results),
         "\n".join(f"- {line}" for line in findings(results)),
+        *([seed_table(results)] if seeds > 1 else []),
         "![Passkey by length](figures/passkey.png)",
         "![Passkey by length and depth](figures/passkey-depth.png)",
         "## Perplexity of held-out text by position",
@@ -108,13 +109,14 @@ def time_table(results: dict[str, Any]) -> str:
     body = []
     for case, own in _by(rows, "case").items():
         middle = lambda name, own=own: statistics.median(row[name] or 0 for row in own)
+        speeds = [row["tokens_per_second"] for row in own if row["tokens_per_second"]]
         body.append(
             [
                 f"`{case}`",
                 f"{own[0]['parameters']:,}",
                 f"{own[0]['positional_parameters']:,}",
                 f"{middle('loss'):.3f}",
-                f"{middle('tokens_per_second'):,.0f}",
+                f"{statistics.median(speeds):,.0f}" if speeds else "not measured",
                 f"{middle('training_seconds'):.0f} s",
                 f"{middle('evaluation_seconds'):.0f} s",
             ]
@@ -126,13 +128,7 @@ def findings(results: dict[str, Any]) -> list[str]:
     """What the passkey numbers say, in words that hold whichever scheme wins."""
     rows = [row for row in results["rows"] if row["benchmark"] == "passkey"]
     trained = results["study"]["train_length"]
-    reach: dict[str, int] = {}
-    for case, own in _by(rows, "case").items():
-        reach[case] = 0
-        for length in sorted({row["length"] for row in own}):
-            if _accuracy([row for row in own if row["length"] == length]) < LEARNED:
-                break
-            reach[case] = length // trained
+    reach = {case: _reach(own, trained) for case, own in _by(rows, "case").items()}
     said = []
     missing = [case for case, far in reach.items() if far == 0]
     if missing:
@@ -141,6 +137,29 @@ def findings(results: dict[str, Any]) -> list[str]:
         same = [case for case, own in reach.items() if own == far]
         said.append(f"At least {LEARNED:.0%} of the keys up to {far}× the training length: {_names(same)}.")
     return said
+
+
+def seed_table(results: dict[str, Any]) -> str:
+    """How far each run finds at least 90 % of the keys, as multiples of the training length; 0: not even there."""
+    rows = [row for row in results["rows"] if row["benchmark"] == "passkey"]
+    seeds = sorted({row["seed"] for row in rows})
+    head = [f"at least {LEARNED:.0%} found up to", *(f"seed {seed}" for seed in seeds)]
+    body = []
+    for case, own in _by(rows, "case").items():
+        runs = _by(own, "seed")
+        far = [_reach(runs[seed], results["study"]["train_length"]) if seed in runs else None for seed in seeds]
+        body.append([f"`{case}`", *("" if n is None else f"{n}×" for n in far)])
+    return _table(head, body)
+
+
+def _reach(rows: Sequence[Row], trained: int) -> int:
+    """The last of the lengths, in order, before the share of keys found falls below 90 %, over the training length."""
+    far = 0
+    for length in sorted({row["length"] for row in rows}):
+        if _accuracy([row for row in rows if row["length"] == length]) < LEARNED:
+            break
+        far = length // trained
+    return far
 
 
 def _pooled(rows: list[Row]) -> str:

@@ -143,6 +143,7 @@ def publish(out: Path, results: dict[str, Any]) -> None:
         passkey_table,
         perplexity_table,
         replace_between,
+        seed_table,
         time_table,
     )
 
@@ -156,6 +157,7 @@ def publish(out: Path, results: dict[str, Any]) -> None:
             f"Measured on {env['date'][:10]}: {env['device']}, {env['platform']}, JAX {env['jax']}, in {total:.0f} s.",
             passkey_table(results),
             "\n".join(f"- {line}" for line in findings(results)),
+            *([seed_table(results)] if len({row["seed"] for row in results["rows"]}) > 1 else []),
             perplexity_table(results),
             time_table(results),
         ]

@@ -100,6 +100,25 @@ def test_findings_say_who_won():
     ]
 
 
+def test_seeds_are_shown_apart():
+    hits = {("a", 0): (20, 20), ("a", 1): (20, 3), ("b", 0): (5, 20)}
+    rows = [
+        {"benchmark": "passkey", "case": case, "seed": seed, "length": 128 * 2**i, "correct": n, "samples": 20}
+        for (case, seed), numbers in hits.items()
+        for i, n in enumerate(numbers)
+    ]
+    table = report.seed_table({"rows": rows, "study": {"train_length": 128}}).splitlines()
+    assert table[0] == "| at least 90% found up to | seed 0 | seed 1 |"
+    assert table[2:] == ["| `a` | 2× | 1× |", "| `b` | 0× |  |"]
+
+
+def test_speed_that_was_not_measured_is_not_zero():
+    row = {"benchmark": "training", "case": "a", "seed": 0, "parameters": 9, "positional_parameters": 1, "loss": 2.0}
+    row |= {"tokens_per_second": None, "training_seconds": 3.0, "evaluation_seconds": 4.0}
+    assert "| `a` | 9 | 1 | 2.000 | not measured | 3 s | 4 s |" in report.time_table({"rows": [row]})
+    assert "| 5,000 |" in report.time_table({"rows": [row | {"tokens_per_second": 5000.0}]})
+
+
 def test_a_finished_cell_is_read_and_not_trained_again(results, study, folder, monkeypatch):
     monkeypatch.setattr(cells, "fit", None)
     again = run.run_study(study, [0], folder / "out")
