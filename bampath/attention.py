@@ -91,6 +91,10 @@ class Attention(nn.Module):
         self.query = self._matrix("query", (c.dim, c.heads, c.head_dim), ("embed", "heads", None))
         self.key = self._matrix("key", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None))
         self.value = self._matrix("value", (c.dim, c.kv_heads, c.head_dim), ("embed", "kv_heads", None))
+        if c.qkv_bias:
+            self.query_bias = self._bias("query_bias", c.heads, "heads")
+            self.key_bias = self._bias("key_bias", c.kv_heads, "kv_heads")
+            self.value_bias = self._bias("value_bias", c.kv_heads, "kv_heads")
         self.out = self._matrix("out", (c.heads, c.head_dim, c.dim), ("heads", None, "embed"))
         if c.qk_norm:
             self.query_norm = RMSNorm(c.norm_eps, (c.heads, c.head_dim), ("heads", None))
@@ -100,6 +104,10 @@ class Attention(nn.Module):
     def _matrix(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
         fan_in = shape[0] if axes[0] == "embed" else shape[0] * shape[1]
         return self.param(name, tagged(weight_init(self.config, fan_in), axes, "matrix"), shape)
+
+    def _bias(self, name: str, heads: int, axis: str) -> Array:
+        shape = (heads, self.config.head_dim)
+        return self.param(name, tagged(nn.initializers.zeros, (axis, None), "bias"), shape)
 
     def __call__(
         self, x_BTD: Array, tokens: RowTokens, cache: LayerCache | None = None, view: View | None = None
@@ -120,6 +128,9 @@ class Attention(nn.Module):
         matrices = ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
         weights = (weight(w.astype(x_BTD.dtype), ("embed", heads, None)) for w, heads in matrices)
         q, k, v = (jnp.einsum("btd,dhk->bthk", x_BTD, w) for w in weights)
+        if self.config.qkv_bias:
+            biases = (self.query_bias, self.key_bias, self.value_bias)
+            q, k, v = (x + b.astype(x.dtype)[None, None] for x, b in zip((q, k, v), biases, strict=True))
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         return q, k, v

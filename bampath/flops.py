@@ -43,11 +43,12 @@ def body_parameters(config: ModelConfig) -> int:
     """Parameters of the decoder without its positional scheme.
 
     V·d (embedding) + d·V (head, unless tied) + d (final norm)
-    + L·(d·D·(H + 2·Hkv) + H·D·d + 3·d·mlp + 2·d [+ (H + Hkv)·D with QK-norm])
+    + L·(d·D·(H + 2·Hkv) + H·D·d + 3·d·mlp + 2·d [+ (H + Hkv)·D with QK-norm] [+ (H + 2·Hkv)·D with QKV biases])
     """
     c = config
     attention = c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     norms = 2 * c.dim + (c.head_dim * (c.heads + c.kv_heads) if c.qk_norm else 0)
+    attention += c.head_dim * (c.heads + 2 * c.kv_heads) if c.qkv_bias else 0
     embeddings = c.vocab_size * c.dim * (1 if c.tie_embeddings else 2)
     return embeddings + c.dim + c.layers * (attention + 3 * c.dim * c.mlp_dim + norms)
 
