@@ -1,0 +1,1 @@
+"""Runs on many machines: what is checked before they start."""

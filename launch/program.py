@@ -1,0 +1,151 @@
+"""The train step of a configuration, compiled for devices that are not here, and what its program says of itself."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from bampath.config import Config
+from bampath.sharding import make_mesh
+from bampath.sharding.rules import batch_sharding
+from bampath.step import abstract_state, build_model, declare, make_train_step, optimizer_of
+from launch.hlo import Collective, collectives
+
+
+class DoesNotFit(Exception):
+    """The compiler found no place for a program in the chip's memory; `wanted` is its size in bytes, if it said so."""
+
+    def __init__(self, message: str, wanted: float | None) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled train step. Bytes are per device: arguments (parameters, moments, batch), temporaries and the peak of
+    all; kernels: names of the fused kernels and how often each occurs in the program; seconds: of this machine."""
+
+    parameters: int
+    argument_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    xla_flops: float
+    kernels: dict[str, int]
+    collectives: list[Collective]
+    lower_seconds: float
+    compile_seconds: float
+
+
+def prepare_environment() -> None:
+    """Tell libtpu that there is no TPU to ask; before its first use in the process."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """The chips of a topology such as `v5e:16x16`. ValueError if libtpu does not know it or is not installed."""
+    from jax.experimental import topologies
+
+    prepare_environment()
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # several types, by version
+        message = str(error).splitlines()[0]
+        raise ValueError(
+            f"no description of the topology {topology!r}: {message} (libtpu is in requirements-tpu.txt)"
+        ) from None
+
+
+@contextmanager
+def kernels_of(platform: str) -> Iterator[None]:
+    """Let the kernels choose as they do on `platform`: they ask `jax.default_backend()` while a program is traced."""
+    real = jax.default_backend
+    jax.default_backend = lambda: platform
+    try:
+        yield
+    finally:
+        jax.default_backend = real
+
+
+def compile_step(config: Config, devices: list[Any], platform: str = "tpu") -> Program:
+    """Compile the jitted train step of `config` for `devices`. DoesNotFit if it needs more memory than a device has."""
+    mesh = make_mesh(config.mesh, devices)
+    assert mesh is not None
+    model = build_model(config)
+    declared = declare(model)
+    optimizer = optimizer_of(config, declared)
+    with kernels_of(platform):
+        start = time.perf_counter()
+        step = make_train_step(config, model, declared, optimizer, mesh)
+        lowered = step.lower(abstract_state(config, model, optimizer, mesh), abstract_batch(config, mesh))
+        middle = time.perf_counter()
+        compiled = _compile(lowered)
+        end = time.perf_counter()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return Program(
+        parameters=declared.count,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        xla_flops=float((compiled.cost_analysis() or {}).get("flops", 0.0)),
+        kernels=kernel_names(text),
+        collectives=collectives(text, dict(mesh.shape)),
+        lower_seconds=middle - start,
+        compile_seconds=end - middle,
+    )
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Shapes and placements of the arrays that `bampath.step.device_batch` gives."""
+    shape = (config.data.batch_size, config.data.sequence_length)
+    array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh))
+    batch = {"tokens": array(jnp.int32), "targets": array(jnp.int32), "weights": array(jnp.float32)}
+    return batch | ({"segment_ids": array(jnp.int32)} if config.data.document_mask else {})
+
+
+def kernel_names(text: str) -> dict[str, int]:
+    """Fused kernels in a program's text and how many calls of each it has."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            name = re.search(r"^\s*(?:ROOT )?%?([a-zA-Z_]+)", line)
+            key = name.group(1) if name else "unnamed"
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def _compile(lowered: Any) -> Any:
+    try:
+        return lowered.compile()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFit(str(error).splitlines()[0], _wanted(str(error))) from None
+
+
+def _wanted(message: str) -> float | None:
+    """The bytes that a compiler's message says a program needs (`Used 17.03G of 15.75G hbm`)."""
+    match = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message) or re.search(
+        r"\(([\d.]+)([KMGT])\) exceeds available HBM", message
+    )
+    return float(match.group(1)) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[match.group(2)] if match else None
+
+
+def rows_of(config: Config) -> int:
+    """Rows on each device in each part of a step."""
+    return config.data.batch_size // (config.mesh.data * config.mesh.fsdp * config.train.accumulate)
+
+
+def with_rows(config: Config, rows_per_device: int) -> Config:
+    """`config` with so many rows on each device in each part of a step."""
+    spread = config.mesh.data * config.mesh.fsdp * config.train.accumulate
+    return replace(config, data=replace(config.data, batch_size=rows_per_device * spread))
