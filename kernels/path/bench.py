@@ -1,6 +1,6 @@
 """Checks and times PaTH attention on this machine's GPU and writes results.json: one call, under 8 minutes.
 
-    python -m kernels.path.bench [--out FILE] [--commit HASH]    measure
+    python -m kernels.path.bench [--out FILE] [--commit HASH] [--parts speed,checks]    measure
     python -m kernels.path.bench --table                         write the tables of docs/path.md
 
 Errors are relative RMS against the blockwise backend in float64 (which the tests compare with the definition), on the
@@ -33,7 +33,11 @@ from kernels.path.shapes import BENCHMARK
 Row = dict[str, Any]
 SHAPES = [(s.batch, s.length, s.heads, s.head_dim) for s in BENCHMARK.values()]
 DECODE_LENGTHS = (32768, 65536)
-BUDGET_SECONDS = 420
+FLA_SECONDS = 240  # that FLA may take to warm up
+COMPILERS = 12
+PARTS = ("speed", "checks")
+# The kernels hold no product that XLA could tune; trying out all of those of the float64 programs takes minutes.
+COMPILE = {"xla_gpu_autotune_level": 0}
 
 
 def relative_rms(got: Any, want: Any) -> float:
@@ -52,10 +56,10 @@ def check(case: Case) -> Callable[[], Row]:
     do = jax.random.uniform(jax.random.key(1), case.shape)
     ours = cases.with_gradients(lambda a: cases.attend(a, ids, "mosaic_gpu", scale_gates=case.gates))
     exact = cases.with_gradients(lambda a: cases.attend(a, ids, "xla", scale_gates=case.gates))
-    got = jax.jit(ours).lower(arrays, do).compile()
+    got = jax.jit(ours).lower(arrays, do).compile(COMPILE)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (arrays, do))
-        want = jax.jit(exact).lower(*wide).compile()
+        want = jax.jit(exact).lower(*wide).compile(COMPILE)
 
     def run() -> Row:
         first, second = got(arrays, do), got(arrays, do)
@@ -99,7 +103,7 @@ def speed(shape: tuple[int, int, int, int], name: str, which: str) -> Callable[[
         run = lambda a: cases.attend(a, None, "mosaic_gpu", scale_gates=case.gates)
     do = jax.random.normal(keys[6], shape, jnp.bfloat16)
     inputs = (arrays,) if which == "fwd" else (arrays, do)
-    made = jax.jit(run if which == "fwd" else cases.with_gradients(run)).lower(*inputs).compile()
+    made = jax.jit(run if which == "fwd" else cases.with_gradients(run)).lower(*inputs).compile(COMPILE)
     memory: Any = made.memory_analysis()
     flops = 2 * batch * heads * length**2 * dim * (1 if which == "fwd" else 3.5)
 
@@ -115,7 +119,7 @@ def speed(shape: tuple[int, int, int, int], name: str, which: str) -> Callable[[
 
 def decode(length: int, lazy: bool) -> Callable[[], Row]:
     cache, new = cases.decode_inputs(length)
-    made = jax.jit(cases.decode(lazy, length)).lower(cache, new).compile()
+    made = jax.jit(cases.decode(lazy, length)).lower(cache, new).compile(COMPILE)
 
     def measure() -> Row:
         first = made(cache, new)[0]
@@ -136,7 +140,7 @@ def start_fla() -> Any:
 
 def finish_fla(process: Any, ready: "Future[list[str]]") -> list[Row]:
     """Rows of FLA's process, its times taken now."""
-    lines = ready.result(timeout=BUDGET_SECONDS)
+    lines = ready.result(timeout=FLA_SECONDS)
     if process.poll() is None:
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -169,37 +173,50 @@ def attempt(label: str, make: Callable[[], Row]) -> Row:
     return row
 
 
-def run_all(out: Path, commit: str | None) -> bool:
-    """Everything; False if something failed."""
+def speed_jobs() -> dict[str, Callable[[], Callable[[], Row]]]:
+    """What is timed, by label: functions that compile."""
+    jobs: dict[str, Callable[[], Callable[[], Row]]] = {}
+    for shape in SHAPES:
+        for which in ("fwd_bwd", "fwd"):
+            for name in ("path", "plain", "path-fox"):
+                jobs[f"{name} {which} {shape}"] = partial(speed, shape, name, which)
+    for length in DECODE_LENGTHS:
+        for lazy in (True, False):
+            jobs[f"decode {length} {lazy}"] = partial(decode, length, lazy)
+    return jobs
+
+
+def run_all(out: Path, commit: str | None, parts: list[str]) -> bool:
+    """Times first, ours and FLA's, then the checks; everything so far is written after each row. False: a failure."""
     began = time.perf_counter()
-    fla = start_fla()
-    jobs: dict[str, Any] = {}
-    with ThreadPoolExecutor(16) as pool:
-        ready = pool.submit(until_ready, fla)
-        for shape in SHAPES:
-            for which in ("fwd_bwd", "fwd"):
-                for name in ("path", "plain", "path-fox"):
-                    jobs[f"{name} {which} {shape}"] = pool.submit(speed, shape, name, which)
-        for length in DECODE_LENGTHS:
-            for lazy in (True, False):
-                jobs[f"decode {length} {lazy}"] = pool.submit(decode, length, lazy)
-        for case in CHECKS:
-            jobs[case.name] = pool.submit(check, case)
-        for job in jobs.values():
-            job.exception()
-        compiled = time.perf_counter() - began
-        rows = []
-        for label, job in jobs.items():
-            rows.append(attempt(label, partial(measured, job)))
-            write(out, commit, rows, compiled, time.perf_counter() - began)
-        rows += finish_fla(fla, ready)
-    add_ratios(rows)
-    write(out, commit, rows, compiled, time.perf_counter() - began)
+    rows: list[Row] = []
+
+    def run(jobs: dict[str, Callable[[], Callable[[], Row]]]) -> None:
+        """Compile side by side, then run one after the other."""
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            made = {label: pool.submit(job) for label, job in jobs.items()}
+            for job in made.values():
+                job.exception()
+            print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
+            for label, job in made.items():
+                rows.append(attempt(label, partial(measured, job)))
+                write(out, commit, rows, time.perf_counter() - began)
+
+    if "speed" in parts:
+        fla = start_fla()
+        with ThreadPoolExecutor(1) as waiting:
+            ready = waiting.submit(until_ready, fla)
+            run(speed_jobs())
+            rows += finish_fla(fla, ready)
+        add_ratios(rows)
+        write(out, commit, rows, time.perf_counter() - began)
+    if "checks" in parts:
+        run({case.name: partial(check, case) for case in CHECKS})
     return not any("failed" in row for row in rows)
 
 
-def write(out: Path, commit: str | None, rows: list[Row], compiled: float, seconds: float) -> None:
-    env = environment(commit) | {"seconds": round(seconds), "seconds_compiling": round(compiled)}
+def write(out: Path, commit: str | None, rows: list[Row], seconds: float) -> None:
+    env = environment(commit) | {"seconds": round(seconds)}
     out.write_text(json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
 
 
@@ -221,10 +238,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ",".join(PARTS))
     parser.add_argument("--table", action="store_true", help="write the tables of docs/path.md from results.json")
     args = parser.parse_args()
     if not args.table:
-        raise SystemExit(0 if run_all(args.out, args.commit) else 1)
+        parts = args.parts.split(",")
+        if unknown := set(parts) - set(PARTS):
+            parser.error(f"--parts {args.parts}: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
+        raise SystemExit(0 if run_all(args.out, args.commit, parts) else 1)
     before, rest = DOCS.read_text().split("<!-- results -->\n")
     after = rest.split("\n<!-- end of results -->")[1]
     DOCS.write_text(f"{before}<!-- results -->\n{tables()}\n<!-- end of results -->{after}")

@@ -203,6 +203,40 @@ def test_one_layer_decides_permutation_words(implementation: str) -> None:
     np.testing.assert_array_equal(o[:, 0] > o[:, 1], identity)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_two_layers_solve_the_flip_flop_language(implementation: str) -> None:
+    """The construction of Theorem A.1 (arXiv 2505.16381): pairs of an instruction (write, read, ignore) and a bit; the
+    answer to the last read is the bit that was written last.
+
+    Layer 1 gives every bit the instruction before it: instructions have the key e1 and project e1 away from all earlier
+    keys. A clipped linear map marks the bits that were written. In layer 2 these have the key e1 and project it away
+    from earlier ones, so that the newest alone is left for the query of the last token.
+    """
+    count, pairs = 48, 20
+    rng = np.random.default_rng(1)
+    instruction = rng.choice(3, (count, pairs), p=[0.3, 0.3, 0.4])  # write, read, ignore
+    instruction[:, 0], instruction[:, -1] = 0, 1
+    bit = rng.integers(0, 2, (count, pairs))
+    last = np.array([np.flatnonzero(row == 0)[-1] for row in instruction])
+    length = 2 * pairs - 1  # it ends with the last read
+    one_hot = np.zeros((count, 2 * pairs, 5), np.float32)  # instructions, then bits
+    one_hot[:, 0::2, :3] = np.eye(3)[instruction]
+    one_hot[:, 1::2, 3:] = np.eye(2)[bit]
+    x = jnp.asarray(one_hot[:, :length])
+    run = jax.jit(lambda *z: path_attention(*(a[:, :, None] for a in z), scale=1.0, implementation=implementation))
+    e1, e2 = jnp.eye(5)[:2, None, None]
+    is_instruction = x[..., :3].sum(-1, keepdims=True)
+    w = is_instruction * e1 + (1 - is_instruction) * e2
+    q = jnp.broadcast_to(length * e1, x.shape)
+    ones = jnp.ones(x.shape[:2])
+    before = run(q, is_instruction * e1, x, w, ones)[:, :, 0]
+    written = jnp.clip(4 * (before[..., :1] + x[..., 3:] - 1.5), 0, 1)  # [count, length, 2], by the value of the bit
+    any_bit = written.sum(-1, keepdims=True)
+    values = jnp.pad(written, ((0, 0), (0, 0), (0, 3)))
+    answer = np.asarray(run(q, any_bit * e1, values, any_bit * e1, any_bit[..., 0]))[:, -1, 0, :2].argmax(-1)
+    np.testing.assert_array_equal(answer, bit[np.arange(count), last])
+
+
 def test_reference_differentiates_the_definition() -> None:
     """Gradients of the reference against differences in float64, at beta = 0, 1 and 2 as well."""
     with x64():

@@ -1,0 +1,182 @@
+"""The GPU backend on CPU: its Triton kernels interpreted, the attention kernels between blocks emulated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.path import gpu
+from kernels.path.api import path_attention
+from kernels.path.call import make_call
+from kernels.path.levels import Level, pair_of, plan_levels
+from kernels.path.shapes import Shape
+from kernels.path.transport import block_span
+from tests.helpers import relative_rms, x64
+from tests.kernels.path.support import Options, attend, call_of, draw
+
+MOSAIC = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the attention kernels need jax >= 0.11.2")
+# Largest relative RMS error that FLA allows its kernels in bfloat16 (its tests/ops/test_path_attn.py).
+ALLOWED = {"o": 5e-3, "q": 8e-3, "k": 8e-3, "v": 8e-3, "w": 1.5e-2, "beta": 2e-2, "log_gates": 2e-2}
+
+
+# ---- Levels ----
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 700, 1024, 1025, 4096, 5000, 32768, 40000, 524288])
+def test_levels_cover_the_row(length: int) -> None:
+    """Each level joins what the one below made, the top covers the row, and padding is less than one child of it."""
+    levels, size = plan_levels(length, 128), 128
+    for level in levels:
+        assert level.size == size
+        assert 2 <= level.radix <= 8
+        size = level.parent
+    assert size >= length
+    assert not levels or size - levels[-1].size < length
+    assert len(levels) <= 1 + np.log(max(1, length / 128)) / np.log(8)
+
+
+def test_pairs_are_numbered_by_the_queries_child() -> None:
+    pairs = [(a, c) for a in range(1, 8) for c in range(a)]
+    assert Level(8, 128).pairs == len(pairs)
+    a, c = pair_of(jnp.arange(len(pairs)), 8)
+    np.testing.assert_array_equal(np.stack([a, c], 1), pairs)
+
+
+def test_memory_per_token_does_not_grow() -> None:
+    """Carried keys of a level, the largest temporary, are at most 3.5 times the keys at any length."""
+    assert all(level.stored <= 3.5 * level.parent for n in range(8, 21) for level in plan_levels(2**n, 128))
+
+
+# ---- Blocks ----
+
+
+@pytest.mark.parametrize("same", [None, 0.0, 0.01], ids=["random", "repeated", "nearly repeated"])
+def test_blocks_are_the_transform(same: float | None) -> None:
+    """Keys, queries, products and outputs of a block at beta = 1.99 against float64, repeated tokens included."""
+    from kernels.path.gpu_blocks import BlockOptions, block_keys, block_queries
+
+    rng = np.random.default_rng(0)
+    q, k, v, w = rng.normal(size=(4, 1, 128, 1, 64)).astype(np.float32)
+    w = w if same is None else w[:, :1] + same * w
+    w = (w / np.linalg.norm(w, axis=-1, keepdims=True)).astype(np.float32)
+    beta = np.full((1, 1, 128), 1.99, np.float32)
+    bf16 = lambda x: jnp.asarray(x, jnp.bfloat16)
+    keys = block_keys(bf16(k), jnp.asarray(w), jnp.asarray(beta), inverted=False, interpret=True)
+    absent = dict.fromkeys(("bias", "hi", "lo", "sharpness", "q_ids", "k_ids"))
+    x = {"q": bf16(q), "k": bf16(k), "v": bf16(v)} | absent
+    got = block_queries(BlockOptions(0.125, True, True), x, keys)
+    with x64():
+        wide = lambda x: jnp.asarray(np.asarray(x, np.float64)[0, :, 0])
+        want = block_span(wide(bf16(q))[None], wide(bf16(k)), wide(w), jnp.asarray(beta[0, 0], jnp.float64))
+        z = np.where(np.tril(np.ones((128, 128), bool)), np.asarray(want.scores[0]) * 0.125, -np.inf)
+        p = np.exp(z - z.max(-1, keepdims=True))
+        o = p / p.sum(-1, keepdims=True) @ np.asarray(wide(bf16(v)))
+    assert relative_rms(keys["p"][0, 0, 0], np.asarray(want.m).T) < 1e-5
+    assert relative_rms(keys["k16"][0, :, 0], want.k) < 1e-3
+    assert relative_rms(got["q16"][0, :, 0], want.q[0]) < 1e-3
+    assert relative_rms(got["o"][0, :, 0], o) < 2.5e-3
+
+
+# ---- All of it ----
+
+
+def compare(shape: Shape, options: Options, ids: Any = None, **kept: Any) -> dict[str, float]:
+    """Relative RMS errors of o and all gradients against the definition in float64 on the same bfloat16 inputs."""
+    arrays = draw(shape, 0, dtype=np.float32, beta=(1.5, 2.0), **kept)
+    arrays |= {n: arrays[n].astype(jnp.bfloat16) for n in "qkv"}
+    do = np.random.default_rng(1).uniform(size=(*arrays["q"].shape[:3], shape.head_dim)).astype(np.float32)
+
+    def with_gradients(run: Any) -> Any:
+        def loss(arrays: Any, do: Any) -> Any:
+            o, lse = run(arrays)
+            return (o.astype(do.dtype) * do).sum() + 0.1 * jnp.where(jnp.isfinite(lse), lse, 0).sum(), o
+
+        return jax.jit(jax.grad(loss, has_aux=True))
+
+    grads, o = with_gradients(lambda a: gpu.attend(call_of(a, options, ids), interpret=True))(arrays, jnp.asarray(do))
+    with x64():
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (arrays, do))
+        want, exact = with_gradients(lambda a: attend(a, options, "reference", ids))(*wide)
+        errors = {jax.tree_util.keystr(p)[2:-2]: x for p, x in jax.tree_util.tree_leaves_with_path(want)}
+        got = {jax.tree_util.keystr(p)[2:-2]: x for p, x in jax.tree_util.tree_leaves_with_path(grads)}
+        return {"o": relative_rms(o, exact)} | {n: relative_rms(got[n], x) for n, x in errors.items()}
+
+
+@MOSAIC
+def test_gpu_path_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prior, gates inside the scale, sharpness, packed rows with padding, grouped heads, a length that is not round."""
+    from tests.kernels.path import mosaic_emulation
+
+    mosaic_emulation.install(monkeypatch)
+    ids = np.arange(200)[None] * 3 // 200
+    ids[:, 70:75] = ids[:, -9:] = -1
+    kept: dict[str, Any] = {"prior": "ggd", "gates": True, "sharpness": True}
+    errors = compare(Shape(1, 200, 2, 48, kv_heads=1), Options("ggd", scale_gates=True), jnp.asarray(ids), **kept)
+    assert {n: e for n, e in errors.items() if e > ALLOWED.get(n, 1e-2)} == {}
+
+
+@MOSAIC
+@pytest.mark.slow
+@pytest.mark.parametrize("repeated", [False, True], ids=["random", "repeated"])
+def test_gpu_path_over_two_levels(monkeypatch: pytest.MonkeyPatch, repeated: bool) -> None:
+    """1,300 tokens: 11 blocks, joined twice and then six times."""
+    from tests.kernels.path import mosaic_emulation
+
+    mosaic_emulation.install(monkeypatch)
+    errors = compare(Shape(1, 1300, 2, 64), Options(), gates=False, sharpness=False, repeated=repeated)
+    assert {n: e for n, e in errors.items() if e > ALLOWED[n]} == {}
+
+
+@MOSAIC
+def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward lower for CUDA: 3 attention kernels per level and the Triton kernels around them."""
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+    monkeypatch.setattr(gpu, "supports", gpu.refusal)
+    shape = Shape(1, 1100, 4, 64, kv_heads=2)
+    arrays = draw(shape, 0, dtype=np.float32, gates=True, sharpness=False)
+    arrays |= {n: arrays[n].astype(jnp.bfloat16) for n in "qkv"}
+
+    def loss(a: Any) -> Any:
+        q, k, v, w, beta = (a[n] for n in ("q", "k", "v", "w", "beta"))
+        return path_attention(q, k, v, w, beta, log_gates=a["log_gates"], implementation="mosaic_gpu").sum()
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(n) for n in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+        exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=allowed)(arrays)
+    levels = len(plan_levels(1100, 128))
+    assert exported.mlir_module().count("mosaic_gpu_v2") == 3 * levels
+    assert exported.mlir_module().count("xla.gpu.triton") >= 10
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("bfloat16 or float16", {"dtype": jnp.float32}),
+    "wide heads": ("head_dim 160 is more than 128", {"dim": 160}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    words, change = REFUSED[name]
+    x = jnp.zeros((1, 4, 2, change.get("dim", 64)), change.get("dtype", jnp.bfloat16))
+    made = make_call(
+        *(x, x, x, x.astype(jnp.float32), jnp.zeros(x.shape[:3])),
+        log_gates=None,
+        scale_gates=False,
+        prior=None,
+        sharpness=None,
+        segment_ids=None,
+        sharpen_prior=True,
+        scale=None,
+    )
+    assert words in (gpu.refusal(made) or "")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
+def test_named_backend_says_why_not() -> None:
+    x = jnp.zeros((1, 4, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"mosaic_gpu.*cannot serve this call: needs"):
+        path_attention(x, x, x, x.astype(jnp.float32), jnp.zeros((1, 4, 2)), implementation="mosaic_gpu")
