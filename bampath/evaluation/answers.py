@@ -31,13 +31,15 @@ class Answerer(Protocol):
 @dataclass(frozen=True)
 class ModelAnswerer:
     """A trained LM as an `Answerer`. Prompts stream through its cache, `chunk` tokens at a time: memory is that of the
-    cache, O(T). batch_tokens: tokens of the prompts that are answered together (at least one prompt)."""
+    cache, O(T). batch_tokens: tokens of the prompts that are answered together (at least one prompt). vocab_size: the
+    tokenizer's, where the model has more embeddings."""
 
     model: LM
     params: Any
     stop_id: int | None = None
     chunk: int = CHUNK
     batch_tokens: int = BATCH_TOKENS
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk < 1 or self.batch_tokens < 1:
@@ -60,6 +62,7 @@ class ModelAnswerer:
                 stop=stop,
                 chunk=self.chunk,
                 multiple=min(self.chunk, WIDTH),
+                vocab_size=self.vocab_size,
             )
             for index, answer in zip(together, answers, strict=True):
                 found[index] = answer
@@ -97,11 +100,11 @@ def ask(
     longest = max(map(len, prompts))
     if budget is not None and longest + new_tokens > budget:
         raise ValueError(f"a prompt of {longest} tokens and {new_tokens} new ones do not fit a budget of {budget}")
-    stop = None if until is None else lambda tokens: until in text_of(tokenizer, tokens)
+    stop = None if until is None else lambda tokens: until in tokenizer.decode(tokens)
     start = time.monotonic()
     raw = answerer.answer(prompts, new_tokens, stop)
     seconds = time.monotonic() - start
-    texts = [text_of(tokenizer, tokens) for tokens in raw]
+    texts = [tokenizer.decode(tokens) for tokens in raw]
     if until is not None:
         texts = [text.partition(until)[0] for text in texts]
     answered = [
@@ -109,11 +112,6 @@ def ask(
         for question, prompt, text in zip(questions, prompts, texts, strict=True)
     ]
     return answered, seconds
-
-
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of generated tokens. A model may have more embeddings than its tokenizer has ids: those are no text."""
-    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
 
 def row(answered: Sequence[Answered], **more: Any) -> dict[str, Any]:

@@ -53,5 +53,5 @@ def fail_gracefully(main: Callable[[Sequence[str]], None], argv: Sequence[str]) 
     """Run a command; a mistake of the user is one line, not a traceback."""
     try:
         main(argv)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")

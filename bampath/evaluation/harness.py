@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bampath.data import Tokenizer
-from bampath.evaluation.answers import Answerer, text_of
+from bampath.evaluation.answers import Answerer
 from bampath.evaluation.likelihood import Pair, likelihoods, losses_of
 from bampath.evaluation.reader import Reader
 
@@ -95,10 +95,10 @@ class HarnessModel(LM):
         found = [""] * len(requests)
         for (new_tokens, until), members in groups.items():
             prompts = [self._prompt(requests[index].args[0], new_tokens) for index in members]
-            done = lambda tokens, until=until: any(stop in text_of(self._codec, tokens) for stop in until)
+            done = lambda tokens, until=until: any(stop in self._codec.decode(tokens) for stop in until)
             answers = self._answerer.answer(prompts, new_tokens, done if until else None)
             for index, tokens in zip(members, answers, strict=True):
-                found[index] = _before(text_of(self._codec, tokens), until)
+                found[index] = _before(self._codec.decode(tokens), until)
         return found
 
     def _pair(self, context: str, continuation: str) -> Pair:

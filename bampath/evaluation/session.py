@@ -137,7 +137,14 @@ def open_session(args: argparse.Namespace) -> Session:
     if bos and tokenizer.bos_id is None:
         raise ValueError(f"--bos yes, but the tokenizer {tokenizer.name} has no BOS token")
     print(f"{loaded.path}  {model.position}, trained at {model.train_length} tokens, step {loaded.step}")
-    answerer = ModelAnswerer(loaded.model, loaded.params, tokenizer.eos_id, args.chunk, args.batch_tokens)
+    answerer = ModelAnswerer(
+        loaded.model,
+        loaded.params,
+        stop_id=tokenizer.eos_id,
+        chunk=args.chunk,
+        batch_tokens=args.batch_tokens,
+        vocab_size=min(tokenizer.vocab_size, model.vocab_size),
+    )
     return Session(
         answerer,
         reader,
