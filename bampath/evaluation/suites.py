@@ -10,7 +10,8 @@ from bampath.evaluation.session import Benchmark, Session
 
 
 class Passkey:
-    """`bampath.evaluation.passkey` with its own defaults; lengths are the prompt's, its answer comes on top."""
+    """`bampath.evaluation.passkey` with its own defaults. Lengths are the prompt's, the answer comes on top, and there is
+    no BOS unless --bos yes asks for one: both as in the protocol."""
 
     NAME = "passkey"
     LENGTHS = "1x,2x,4x,8x,16x,32x,64x"
@@ -27,7 +28,7 @@ class Passkey:
             session.reader,
             session.tokenizer,
             session.lengths,
-            passkey.PasskeyTask(samples=session.samples, bos=session.bos, seed=session.seed),
+            passkey.PasskeyTask(samples=session.samples, bos=args.bos == "yes", seed=session.seed),
             batch_tokens=session.batch_tokens,
             on_result=lambda result: session.add(result.row()),
         )
