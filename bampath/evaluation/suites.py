@@ -10,7 +10,7 @@ from bampath.evaluation.session import Benchmark, Session
 
 
 class Passkey:
-    """`bampath.evaluation.passkey` with its own defaults. Lengths are the prompt's, the answer comes on top, and there is
+    """`bampath.evaluation.passkey` with its own defaults. Lengths are the prompt's, the answer comes on top, there is
     no BOS unless --bos yes asks for one: both as in the protocol."""
 
     NAME = "passkey"
