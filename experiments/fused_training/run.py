@@ -4,7 +4,8 @@
 
 Trains the same small models from the same parameters on the same batches twice, with `attention_impl=None` (what the
 library picks for the machine) and with `xla`, and compares the losses step by step. Exit status 1 if a difference
-exceeds TOLERANCE. The text is this repository's own documents and sources, as bytes.
+exceeds TOLERANCE. The text is this repository's own documents and sources, as bytes. Matrix products run at JAX's
+default precision, TF32 for float32 on NVIDIA GPUs, in both runs; only the fused kernels' own products are exact.
 """
 
 import argparse
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 SCHEMES = ("bam+ssmax", "fox")
 DTYPES = ("bfloat16", "float32")
 IMPLEMENTATIONS = ("none", "xla")
-TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-3}  # nats, largest difference of a step's loss
+TOLERANCE = 2e-2  # nats, largest difference of a step's loss
 MODEL = (
     *("model.dim=256", "model.layers=2", "model.heads=4", "model.head_dim=64", "model.mlp_dim=512"),
     *("data.sequence_length=512", "data.batch_size=16", "model.train_length=512"),
@@ -93,8 +94,8 @@ def compare(steps: int) -> list[dict[str, Any]]:
                 "last_loss": {"fused": float(fused[-1]), "xla": float(plain[-1])},
                 "largest_difference": apart,
                 "xla_against_xla_float32": float(np.abs(plain - precise).max()),
-                "tolerance": TOLERANCE[dtype],
-                "passed": bool(apart <= TOLERANCE[dtype] and np.isfinite(fused).all()),
+                "tolerance": TOLERANCE,
+                "passed": bool(apart <= TOLERANCE and np.isfinite(fused).all()),
                 "losses": {"fused": fused.round(5).tolist(), "xla": plain.round(5).tolist()},
             }
         )

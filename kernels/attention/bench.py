@@ -85,11 +85,14 @@ class Part:
                 (self.ready if line.strip() == "READY" else self.done).set()
         self.ready.set()  # also when it died
 
+    def drop_if_late(self) -> None:
+        if not self.ready.is_set():
+            self._process.kill()
+            self._process.wait()
+
     def finish(self, seconds: float) -> list[dict[str, Any]]:
         """Let it take its times; its rows, and one that says so if it did not get to the end."""
         try:
-            if not self.ready.is_set():
-                raise TimeoutError("not prepared in time")
             assert self._process.stdin is not None
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
@@ -102,8 +105,8 @@ class Part:
 
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Peer ms over our ms, for the same shape, pass and dtype."""
-    key = lambda r: (r.get("B"), r.get("T"), r.get("H"), r.get("D"), r["pass"], r.get("dtype"))
+    """Peer ms over our ms, for the same run, shape, pass and dtype."""
+    key = lambda r: (r.get("run"), *(r.get(n) for n in "BTHD"), r["pass"], r.get("dtype"))
     timed = [r for r in rows if "ms" in r and r["pass"] in ("fwd", "fwd_bwd")]
     for row in (r for r in timed if r["impl"] in OURS):
         for begins, impl, case, name in RIVALS:
@@ -120,6 +123,8 @@ def run_parts(names: list[str], module: str, limit: float) -> Iterator[tuple[str
     for name, part in parts.items():
         part.ready.wait(max(0.0, begin + limit - time.time()))
         log(f"{name} {'prepared' if part.ready.is_set() else 'is late'}")
+    for part in parts.values():
+        part.drop_if_late()  # it would go on using the GPU beside the timings
     for name, part in parts.items():
         found = part.finish(60)
         log(f"{name} done, {len(found)} rows")
@@ -127,19 +132,29 @@ def run_parts(names: list[str], module: str, limit: float) -> Iterator[tuple[str
 
 
 def run_all(out: Path, commit: str | None, wanted: list[str] | None, limit: float) -> int:
-    """Everything, or the parts that begin with one of `wanted`. Returns the number of failures."""
+    """Everything, or the parts that begin with one of `wanted` into the report there is. Returns the failures."""
     from kernels.attention.bench_parts import PARTS
 
     names = [name for name in (*PARTS, *PEER_PARTS) if wanted is None or any(name.startswith(w) for w in wanted)]
-    rows: list[dict[str, Any]] = []
-    report = {"env": environment(commit), "rows": rows}
-    for _, found in run_parts(names, "bench", limit):
-        rows += found
-        add_ratios(rows)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    failures = sum("failed" in row or not row.get("passed", True) for row in rows)
+    env = environment(commit)
+    run = f"{env['date']} {datetime.datetime.now():%H:%M}"
+    fresh: list[dict[str, Any]] = []
+    before = json.loads(out.read_text()) if wanted and out.exists() else {"runs": {}, "rows": []}
+    for name, found in run_parts(names, "bench", limit):
+        fresh += [row | {"part": name, "run": run} for row in found]
+        add_ratios(fresh)
+        out.write_text(json.dumps(merged(before, fresh, run, env), indent=1) + "\n")
+    failures = sum("failed" in row or not row.get("passed", True) for row in fresh)
     print(f"done, {failures} failures")
     return failures
+
+
+def merged(before: dict[str, Any], rows: list[dict[str, Any]], run: str, env: dict[str, Any]) -> dict[str, Any]:
+    """The report with the rows of the parts that ran anew in place of the older ones; every row names its run."""
+    again = {row["part"] for row in rows}
+    kept = [row for row in before["rows"] if row["part"] not in again]
+    runs = {name: of for name, of in before["runs"].items() if any(row["run"] == name for row in kept)}
+    return {"env": env, "runs": {**runs, run: env}, "rows": kept + rows}
 
 
 def run_part(parts: dict[str, Callable[[], Any]], name: str) -> None:

@@ -38,6 +38,7 @@ SPEED_CASES = (
 )
 PORTABLE_CASES = ("plain", "bam+ssmax", "fox, nothing to skip")
 LIMITS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}  # largest relative RMS error that a check may show
+FEW = 64  # tokens; in shorter rows a parameter's gradient is a sum of few terms that cancel: twice the limit
 CHECKERS = 8  # processes that the checks are dealt out to
 
 
@@ -77,8 +78,14 @@ def check(case: Case, implementation: str | None) -> dict[str, Any]:
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True):
         key = jax.tree_util.keystr(path)
         error[names.get(key, "d" + key.split("'")[-2])] = relative_rms(a, b)
-    passed = same and all(e < LIMITS[case.dtype] for e in judged(case, error).values())
-    return {"error": error, "deterministic": same, "passed": passed}
+    return {"error": error, "deterministic": same, "passed": same and within(case, error)}
+
+
+def within(case: Case, error: dict[str, float]) -> bool:
+    """Are all errors below their limits."""
+    arrays = ("o", "lse", "dq", "dk", "dv", "dsharpness", "dlog_gates")
+    limit = lambda n: LIMITS[case.dtype] * (2 if n not in arrays and case.T < FEW else 1)
+    return all(e < limit(n) for n, e in judged(case, error).items())
 
 
 def judged(case: Case, error: dict[str, float]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The measured tables of docs/kernels.md, from results.json."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ Row = dict[str, Any]
 
 def tables(report: dict[str, Any]) -> str:
     env, rows = report["env"], report["rows"]
-    known = [f"{n} {env[n]}" for n in (*SHOWN, "flash-attn3-jax", "date") if n in env]
-    return "\n".join([", ".join(known) + ".", "", *speed(rows), "", *decode(rows), "", *checks(rows)])
+    known = [f"{n} {env[n]}" for n in (*SHOWN, "flash-attn3-jax") if n in env]
+    letters = dict(zip(report["runs"], "abcdefghijklmnopqrstuvwxyz", strict=False))
+    runs = [f"{letter}: {name}, commit {report['runs'][name]['commit']}" for name, letter in letters.items()]
+    head = [", ".join(known) + ".", "", f"Runs: {'; '.join(runs)}. Ratios are within a run.", ""]
+    return "\n".join([*head, *speed(rows, letters), "", *decode(rows), "", *checks(rows)])
 
 
 def label(row: Row) -> str:
@@ -21,15 +25,15 @@ def label(row: Row) -> str:
     return names.get(row["impl"], row["impl"] + ", ") + row["case"] + extra
 
 
-def speed(rows: list[Row]) -> list[str]:
+def speed(rows: list[Row], letters: dict[str, str]) -> list[str]:
     lines = [
-        "| B, T, H, D | case | forward ms | TFLOP/s | ratio | fwd + bwd ms | TFLOP/s | ratio | memory MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| B, T, H, D | case | run | forward ms | TFLOP/s | ratio | fwd + bwd ms | TFLOP/s | ratio | memory MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     timed = [r for r in rows if r["pass"] in ("fwd", "fwd_bwd") and ("ms" in r or "skipped" in r)]
     shapes = dict.fromkeys(tuple(r[n] for n in "BTHD") for r in timed if "B" in r)
-    for shape in shapes:
-        mine = [r for r in timed if "B" in r and tuple(r[n] for n in "BTHD") == shape]
+    for shape, run in itertools.product(shapes, letters):
+        mine = [r for r in timed if "B" in r and tuple(r[n] for n in "BTHD") == shape and r["run"] == run]
         for name in dict.fromkeys(map(label, mine)):
             cells: list[str] = []
             peak = None
@@ -41,7 +45,7 @@ def speed(rows: list[Row]) -> list[str]:
             if skipped:
                 cells[0] = f"skipped: {skipped[0]}"
             size = f"{peak / 2**20:.0f}" if peak else "–"
-            lines.append(f"| {', '.join(map(str, shape))} | {name} | {' | '.join(cells)} | {size} |")
+            lines.append(f"| {', '.join(map(str, shape))} | {name} | {letters[run]} | {' | '.join(cells)} | {size} |")
     return lines
 
 

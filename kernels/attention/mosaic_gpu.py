@@ -18,6 +18,7 @@ from kernels.attention.call import Call
 
 Array = jax.Array
 LARGEST_HEAD = 128
+SHARED_MEMORY = 227 * 1024  # bytes that a block on Hopper can have
 KEYS_AT_ONCE = 256
 
 
@@ -95,6 +96,17 @@ def _prepared(x: Array, head_dim: int, seen: Array | None = None) -> Array:
     return _padded_to(_padded_to(x, 3, head_dim), 1, 8)
 
 
+def _check_room(tiles: Any, head_dim: int, call: Call) -> None:
+    """Raise ValueError if a kernel would ask for more shared memory than a block can have."""
+    tables = 0 if call.prior is None else 1
+    for name, t, stationary, slices in zip(
+        ("forward", "queries", "keys"), tiles, (1, 2, 2), (tables, 9 * tables, tables), strict=True
+    ):
+        need = t.shared_memory(head_dim, call.q.dtype.itemsize, stationary, slices)
+        if need > SHARED_MEMORY:
+            raise ValueError(f"tiles {t} of the {name} kernel need about {need} bytes of {SHARED_MEMORY} shared memory")
+
+
 def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Array]:
     """(o [B, T, H, Dv], lse [B, T, H]). tiles: (forward, queries, keys) instead of the table's, for measurements.
 
@@ -116,6 +128,7 @@ def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Arr
         tiles=tiles or tuple(Tiles.parse(row[n]) for n in ("forward", "queries", "keys")),
         skip=skip,
     )
+    _check_room(options.tiles, wide, call)
     seen = _seen_keys(call)
     leaves = {
         "q": _prepared(call.q, wide),

@@ -35,6 +35,13 @@ class Tiles:
         """Entries of the prior's table that a tile of scores touches."""
         return self.rows + self.step
 
+    def shared_memory(self, head_dim: int, itemsize: int, stationary: int, tables: int) -> int:
+        """Estimate in bytes of what a kernel asks for: `stationary` arrays [rows, D], two streamed ones [stages, step,
+        D], `tables` slices per stage, and room for the vectors of rows and columns."""
+        matrices = itemsize * head_dim * (stationary * self.rows + 2 * self.stages * self.step)
+        slices = 4 * tables * self.stages * (self.slice + (self.slice + 32 if self.pairs else 0))
+        return matrices + slices + 4 * 8 * (self.rows + self.stages * self.step) + 1024
+
     @classmethod
     def parse(cls, text: str) -> "Tiles":
         """The inverse of str: "2x128x3p" is 2 groups, step 128, 3 stages, with pairs."""

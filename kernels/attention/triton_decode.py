@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels.attention import triton_gpu, xla
+from kernels.attention import triton_gpu
 from kernels.attention.call import Call, DistancePrior
 from kernels.attention.triton_gpu_kernels import LOG2E, cleaned, product
 
@@ -409,7 +409,11 @@ def _in_reach(plan: Plan, call: Call) -> Array | None:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
     fits = _in_reach(plan, call)
-    return _forward(plan, call) if fits is None else lax.cond(fits, partial(_forward, plan), xla.forward, call)
+    return (
+        _forward(plan, call)
+        if fits is None
+        else lax.cond(fits, partial(_forward, plan), triton_gpu.plain_forward, call)
+    )
 
 
 def _attend_fwd(plan: Plan, call: Call) -> Any:

@@ -336,12 +336,23 @@ def in_reach(options: Options, call: Call) -> Array | None:
     return ((far < options.reach) | ~q_ends.some | ~k_ends.some).all()
 
 
+def plain_forward(call: Call) -> tuple[Array, Array]:
+    """The XLA path, with float32 products as the kernels have them: its default on a GPU is TF32."""
+    with jax.default_matmul_precision("highest"):
+        return xla.forward(call)
+
+
+def _plain_backward(*args: Any) -> Call:
+    with jax.default_matmul_precision("highest"):
+        return xla.backward(*args)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: Options, call: Call) -> tuple[Array, Array]:
     fits = in_reach(options, call)
     if fits is None:
         return _fused_forward(options, call)
-    return lax.cond(fits, partial(_fused_forward, options), xla.forward, call)
+    return lax.cond(fits, partial(_fused_forward, options), plain_forward, call)
 
 
 def _attend_fwd(options: Options, call: Call) -> Any:
@@ -355,7 +366,7 @@ def attend_backward(options: Options, saved: tuple[Call, Array, Array], cotangen
     fits = in_reach(options, saved[0])
     if fits is None:
         return (_fused_backward(options, *saved, *cotangents),)
-    return (lax.cond(fits, partial(_fused_backward, options), xla.backward, *saved, *cotangents),)
+    return (lax.cond(fits, partial(_fused_backward, options), _plain_backward, *saved, *cotangents),)
 
 
 _attend.defvjp(_attend_fwd, attend_backward)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import bench, bench_cases, masks, mosaic_gpu
+from kernels.attention import bench_cases, bench_parts, bench_tables, masks, mosaic_gpu
 from kernels.attention.api import attention
 from kernels.attention.bench_cases import CHECKS, alibi, buckets, ggd, kerple
 from kernels.attention.call import make_call
@@ -211,7 +211,9 @@ def test_lowers_for_hopper_without_one(case: bench_cases.Case, monkeypatch: pyte
     """Forward and backward reach the Mosaic custom call: layouts, barriers and copies are accepted."""
     monkeypatch.setattr(mosaic_gpu, "supports", mosaic_gpu.refusal)
     x, other, cotangents = bench_cases.inputs(case)
-    exported = export_for_hopper(bench.with_gradients(bench_cases.function(case, other, "mosaic_gpu")), x, cotangents)
+    exported = export_for_hopper(
+        bench_parts.with_gradients(bench_cases.function(case, other, "mosaic_gpu")), x, cotangents
+    )
     assert exported.mlir_module().count("mosaic_gpu_v2") >= 3
     shapes = jax.tree.leaves(jax.tree.map(lambda a: a.shape, (cotangents, x)))
     assert [n for aval in exported.out_avals for n in aval.shape] == shapes
@@ -229,26 +231,29 @@ def test_layers_that_are_alike_share_their_kernels(monkeypatch: pytest.MonkeyPat
             x = x | {"q": layer(x)[0]}
         return layer(x)
 
-    text = export_for_hopper(bench.with_gradients(three), x, (do, dlse)).mlir_module()
+    text = export_for_hopper(bench_parts.with_gradients(three), x, (do, dlse)).mlir_module()
     modules = re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)
-    assert len(modules) >= 3 and len(set(modules)) == 3
+    assert len(modules) >= 3
+    assert len(set(modules)) == 3
 
 
 def test_documentation_shows_the_committed_results() -> None:
     text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
-    report = json.loads(bench.RESULTS.read_text())
+    report = json.loads(bench_tables.RESULTS.read_text())
     shown = text.split("<!-- results -->\n")[1].split("\n<!-- end of results -->")[0]
-    assert shown == bench.tables(report)
+    assert shown == bench_tables.tables(report)
     for row in report["rows"]:
         assert "failed" not in row
         assert row.get("passed", True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CHECKS, ids=lambda c: c.name)
-def test_on_the_device_against_float64(case: bench_cases.Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "name"), bench_parts.all_checks(), ids=lambda x: f"{x.name}, {x.dtype}" if hasattr(x, "name") else str(x)
+)
+def test_on_the_device_against_float64(case: bench_cases.Case, name: str | None) -> None:
     """Outputs and all gradients, NaN in unseen keys, odd lengths; two runs give the same bits."""
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU")
-    result = bench.check(case, "mosaic_gpu")
+    result = bench_parts.check(case, name)
     assert result["passed"], result
