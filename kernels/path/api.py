@@ -29,8 +29,9 @@ BACKENDS: dict[str, str] = {
     "reference": "kernels.path.reference",
     "xla": "kernels.path.xla",
     "mosaic_gpu": "kernels.path.gpu",
+    "pallas_tpu": "kernels.path.tpu",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla",)}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("pallas_tpu", "xla")}
 
 
 def _load(name: str) -> Any:

@@ -37,7 +37,7 @@ FLA_SECONDS = 240  # that FLA may take to warm up
 COMPILERS = 12
 PARTS = ("speed", "checks")
 # The kernels hold no product that XLA could tune; trying out all of those of the float64 programs takes minutes.
-COMPILE = {"xla_gpu_autotune_level": 0}
+COMPILE: Any = {"xla_gpu_autotune_level": 0}
 
 
 def relative_rms(got: Any, want: Any) -> float:
