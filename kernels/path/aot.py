@@ -2,8 +2,8 @@
 
     python -m kernels.path.aot [--topology v5e:2x2 ...] [--output aot_results.json]
 
-Needs `libtpu` (requirements-tpu.txt). As `kernels.attention.aot`: four chips, the batch over one mesh axis and the heads
-over the other, inside `shard_map`; forward, and forward with all gradients. Checks neither numbers nor speed.
+Needs `libtpu` (requirements-tpu.txt). As `kernels.attention.aot`: four chips, the batch over one mesh axis and the
+heads over the other, inside `shard_map`; forward, and forward with all gradients. Checks neither numbers nor speed.
 """
 
 import argparse
@@ -64,7 +64,12 @@ def compile_case(case: Case, topology: str, backward: bool) -> tuple[Any, dict[s
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    row = {"case": case.name, "impl": "pallas_tpu", "pass": "fwd_bwd" if backward else "fwd", "topology": topology}
+    row: dict[str, Any] = {
+        "case": case.name,
+        "impl": "pallas_tpu",
+        "pass": "fwd_bwd" if backward else "fwd",
+        "topology": topology,
+    }
     row |= {"B": case.batch, "T": case.length, "H": case.heads, "D": case.head_dim, "dtype": case.dtype}
     return compiled, row | {
         "memory_bytes": memory.peak_memory_in_bytes,

@@ -53,13 +53,20 @@ def _cut(x: Array, size: int, count: int, value: float = 0) -> Array:
 
 def _alone(call: PathCall, size: int, count: int) -> tuple[Array, Array]:
     """Attention of every superblock to itself: (o [B, count, size, H, Dv], lse [B, count, size, H])."""
-    rows = lambda x, value=0: None if x is None else _cut(x, size, count, value).reshape(-1, size, *x.shape[2:])
+
+    def rows(x: Array, value: float = 0) -> Array:
+        return _cut(x, size, count, value).reshape(-1, size, *x.shape[2:])
+
     cut = replace(
         call,
-        **{n: rows(getattr(call, n)) for n in ("q", "k", "v", "w", "beta")},
-        gates=None if call.gates is None else tuple(rows(g) for g in call.gates),
-        sharpness=rows(call.sharpness, 1),
-        segments=rows(call.segments, -1),
+        q=rows(call.q),
+        k=rows(call.k),
+        v=rows(call.v),
+        w=rows(call.w),
+        beta=rows(call.beta),
+        gates=None if call.gates is None else (rows(call.gates[0]), rows(call.gates[1])),
+        sharpness=None if call.sharpness is None else rows(call.sharpness, 1),
+        segments=None if call.segments is None else rows(call.segments, -1),
     )
     back = lambda x: x.reshape(call.q.shape[0], count, *x.shape[1:])
     o, lse = xla.attend(cut)
@@ -76,7 +83,7 @@ def _edges(call: PathCall, size: int, count: int) -> tuple[Array, Array, Array]:
     first = lambda x: jnp.moveaxis(_cut(x.astype(call.wide), size, count), (1, 3), (0, 2))  # [count, B, heads, size, …]
     q = first(call.q).reshape(count, batch, kv_heads, heads // kv_heads, size, dim)
     arrays = (q, first(call.k), first(call.w), first(call.beta))
-    q, k, m = lax.map(lambda x: span(*x, block)[1:], arrays)
+    q, k, m = lax.map(lambda x: span(x[0], x[1], x[2], x[3], block)[1:], arrays)
     return jnp.moveaxis(q, 0, 1), jnp.moveaxis(k, 0, 1), jnp.moveaxis(m, 0, 1)
 
 
@@ -91,7 +98,6 @@ def _past(call: PathCall, size: int, a: int, q: Array, k: Array, m: Array) -> tu
     keys = jnp.concatenate([tokens(x) for x in reversed(moved)], 1).astype(call.q.dtype)
     queries = tokens(q[:, a]).reshape(batch, size, heads, dim).astype(call.q.dtype)
     here, before = slice(a * size, (a + 1) * size), slice(0, a * size)
-    part = lambda x, where, value=0: _cut_row(x, where, value)
     options: dict[str, Any] = {"causal": False}
     if call.prior is not None or call.gates is not None:
         index = jnp.arange((a + 1) * size, dtype=jnp.int32)
@@ -99,12 +105,12 @@ def _past(call: PathCall, size: int, a: int, q: Array, k: Array, m: Array) -> tu
     if call.gates is not None:
         hi, lo = call.gates
         edge = slice(a * size - 1, a * size)  # sums from there: small, so that one float32 holds them
-        since = lambda where: (part(hi, where) - hi[:, edge]) + (part(lo, where) - lo[:, edge])
+        since = lambda where: (_cut_row(hi, where) - hi[:, edge]) + (_cut_row(lo, where) - lo[:, edge])
         options["log_gates"] = (since(here), since(before))
     if call.segments is not None:
-        options["segment_ids"] = (part(call.segments, here, -1), call.segments[:, before])
+        options["segment_ids"] = (_cut_row(call.segments, here, -1), call.segments[:, before])
     if call.sharpness is not None:
-        options["sharpness"] = part(call.sharpness, here, 1)
+        options["sharpness"] = _cut_row(call.sharpness, here, 1)
     return attention(
         queries,
         keys,
@@ -133,8 +139,8 @@ def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
     total = weights[0] + weights[1]
     some = total > 0
     safe = jnp.where(some, total, 1)
-    o = sum((w / safe)[..., None] * o.astype(w.dtype) for w, (o, _) in zip(weights, (a, b), strict=True))
-    return o, jnp.where(some, top + jnp.log(safe), -jnp.inf)
+    share = lambda weight, o: (weight / safe)[..., None] * o.astype(weight.dtype)
+    return share(weights[0], a[0]) + share(weights[1], b[0]), jnp.where(some, top + jnp.log(safe), -jnp.inf)
 
 
 def attend(call: PathCall) -> tuple[Array, Array]:
