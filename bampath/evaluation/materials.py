@@ -4,6 +4,7 @@ import importlib.util
 import random
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +84,14 @@ def names(folder: str | None = None) -> Names:
     return Names("names" if folder is None else home.name, first, share / share.sum(), last[0], last[1])
 
 
-def sentences(text: str) -> list[str]:
-    """Sentences of a text: cut after . ! or ? (and quotes behind it) where a space and no lower-case letter follow."""
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)])) (?![a-z])")
+
+
+@lru_cache(maxsize=128)  # books are cut once for all prompts
+def sentences(text: str) -> tuple[str, ...]:
+    """Sentences of a text: cut after . ! or ?, and a quote mark or bracket behind it, if no lower-case word follows."""
     flat = " ".join(text.split())
-    return [piece for piece in re.split(r"(?<=[.!?])[\"'”’)]*\s+(?![a-z])", flat) if piece]
+    return tuple(piece for piece in _SENTENCE_END.split(flat) if piece)
 
 
 def _package(name: str, inside: str, why: str, instead: str) -> Path:

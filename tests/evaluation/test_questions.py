@@ -144,6 +144,7 @@ def test_materials_come_from_files(tmp_path):
 
 def test_sentences():
     text = 'He came. "Who?" she asked. It was 3.5 miles. No! Yes.'
-    assert materials.sentences(text) == ["He came.", '"Who?" she asked.', "It was 3.5 miles.", "No!", "Yes."]
-    assert materials.sentences("") == []
+    assert materials.sentences(text) == ("He came.", '"Who?" she asked.', "It was 3.5 miles.", "No!", "Yes.")
+    assert materials.sentences('He said "No." Then (or so.) he left.') == ('He said "No."', "Then (or so.) he left.")
+    assert materials.sentences("") == ()
     assert json.dumps(materials.sentences("one\n\ntwo.  Three")) == '["one two.", "Three"]'

@@ -99,7 +99,7 @@ def _items(task: Niah, size: int, needles: list[str], draw: random.Random, words
 
 def _essay(size: int, needles: list[str], draw: random.Random, essay: list[str]) -> str:
     """The first `size` words (from the start again when there are fewer), the needles between sentences."""
-    repeated = (essay * (-(-size // len(essay))))[:size]
+    repeated = essay[:size] if size <= len(essay) else (essay * -(-size // len(essay)))[:size]
     found = sentences(" ".join(repeated))
     places = sorted(len(found) * depth // 100 for depth in draw.sample(DEPTHS, len(needles)))
     pieces: list[str] = []
