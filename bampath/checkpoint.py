@@ -95,8 +95,8 @@ class Saver:
     ) -> Path:
         """Start saving; returns the checkpoint's folder once the arrays may be overwritten.
 
-        params: nested dict of arrays; state: any pytree of arrays; facts: config, data, tokenizer, elapsed (see Info);
-        files: names and contents of small files to put beside them.
+        params: nested dict of arrays; state: any pytree of arrays, an empty one where there is none; facts: config,
+        data, tokenizer, elapsed (see Info); files: names and contents of small files to put beside them.
         A folder of this step that is not complete is replaced; a complete one raises CheckpointError.
         """
         import orbax.checkpoint as ocp
@@ -118,7 +118,9 @@ class Saver:
         }
         self._next = (target, info, files)
         numbered = {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
-        arguments = {"params": ocp.args.PyTreeSave(params), "state": ocp.args.PyTreeSave(numbered)}
+        arguments = {"params": ocp.args.PyTreeSave(params)}
+        if numbered:
+            arguments["state"] = ocp.args.PyTreeSave(numbered)
         self._writer.save(target, args=ocp.args.Composite(**arguments))
         return target
 

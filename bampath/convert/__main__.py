@@ -1,0 +1,113 @@
+"""Models of other libraries in and out, and another positional scheme for a model that is there:
+
+    python -m bampath.convert import ~/models/SmolLM2-135M runs/smollm2
+    python -m bampath.convert position runs/smollm2 path+fox runs/smollm2-path
+    python -m bampath.convert export runs/smollm2 ~/models/out
+
+import reads a folder as transformers saves it, or a .gguf file; export writes such a folder. What import and position
+write is a run with one checkpoint, for generate, evaluation and inspect.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; exit status 0, or 2 with a message that names what does not fit."""
+    options = parse(argv)
+    from bampath.checkpoint import CheckpointError
+
+    try:
+        {"import": import_, "position": position, "export": export}[options.command](options)
+    except (ValueError, OSError, ImportError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bampath.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("import", help="a Llama, Mistral, Qwen2 or Qwen3 model as a run")
+    one.add_argument("source", type=Path, help="folder with config.json and safetensors, or a .gguf file")
+    one.add_argument("out", type=Path, help="new folder of the run")
+    one.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
+    one.add_argument("--length", type=int, help="context that dynamic NTK scaling serves (default: the scaled one)")
+    one.add_argument("--tokenizer", help="tokenizer.json or .model (default: the one in the folder or the file)")
+    two = commands.add_parser("position", help="the same weights with another positional scheme")
+    two.add_argument("checkpoint", type=Path, help="a run's folder, or one checkpoint's")
+    two.add_argument("spec", help="the new scheme, as in position=SPEC")
+    two.add_argument("out", type=Path, help="new folder of the run")
+    two.add_argument("--seed", type=int, default=0, help="of the parameters that are made anew (default 0)")
+    three = commands.add_parser("export", help="a folder that transformers reads")
+    three.add_argument("checkpoint", type=Path, help="a run's folder, or one checkpoint's")
+    three.add_argument("out", type=Path, help="new folder")
+    three.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the tensors")
+    return parser.parse_args(argv)
+
+
+def import_(options: argparse.Namespace) -> None:
+    from bampath.config import Config
+    from bampath.convert.importer import import_model
+    from bampath.data.config import DataConfig
+    from bampath.data.tokenizer import load_tokenizer
+
+    found = import_model(options.source, dtype=options.dtype, length=options.length, say=print)
+    name = options.tokenizer or (str(found.tokenizer) if found.tokenizer else None)
+    if name is None:
+        raise ValueError(
+            f"{options.source} came without a tokenizer.json or tokenizer.model: name one with --tokenizer"
+        )
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > found.config.vocab_size:
+        raise ValueError(f"{name} has {tokenizer.vocab_size} tokens, the model only {found.config.vocab_size}")
+    data = DataConfig(tokenizer=name, sequence_length=found.config.train_length)
+    save(options.out, Config(model=found.config, data=data), found.params, tokenizer)
+    print(f"{options.out}: {found.config.position}, {found.config.layers} layers, tensors were {found.dtype}")
+
+
+def position(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from bampath.convert.surgery import transplant
+    from bampath.load import load
+
+    loaded = load(options.checkpoint)
+    model, params, report = transplant(loaded.config.model, loaded.params, options.spec, seed=options.seed)
+    save(options.out, replace(loaded.config, model=model), params, loaded.tokenizer)
+    print(f"{loaded.config.model.position} → {model.position}\n{report}\n{options.out}")
+
+
+def export(options: argparse.Namespace) -> None:
+    from bampath.convert.exporter import export_model
+    from bampath.load import load
+
+    loaded = load(options.checkpoint)
+    export_model(options.out, loaded.config.model, loaded.params, dtype=options.dtype, tokenizer=loaded.tokenizer.file)
+    print(options.out)
+
+
+def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:
+    """A run's folder with one checkpoint of step 0, without optimiser state. FileExistsError if it is in use."""
+    from bampath.checkpoint import Saver
+    from bampath.overrides import to_dict
+    from bampath.runs import write_config
+
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; choose another folder")
+    write_config(config, out)
+    facts = {"config": to_dict(config), "data": {}, "tokenizer": tokenizer.fingerprint, "elapsed": 0.0}
+    files = dict([tokenizer.file]) if tokenizer.file else {}
+    with Saver(out) as saver:
+        saver.save(0, params, {}, facts, files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""GGUF files (llama.cpp's format) as configuration, tensors and tokenizer, through the `gguf` package.
+
+Quantised tensors are dequantised one at a time. For the llama architecture the rows of q and k are stored so that the
+dimensions of a rotary pair are neighbours; they are put back to halves here, as transformers has them.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bampath.convert.families import ConversionError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# How the text is cut before byte-pair merging, by the name that the file gives it (tokenizer.ggml.pre).
+_PRE_TOKENIZERS = ("gpt-2", "smollm")
+
+
+def open_gguf(path: Path) -> tuple[Mapping[str, Any], "GgufTensors", Path | None]:
+    """(config in config.json's terms, tensors, tokenizer.json made from the file's vocabulary).
+
+    ConversionError names what cannot be read; ImportError if the package gguf is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError("reading .gguf files needs the package gguf: pip install gguf") from None
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError) as error:
+        raise ConversionError(f"{path} cannot be read as GGUF: {error}") from None
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    config = _config(keys, {tensor.name for tensor in reader.tensors})
+    return config, GgufTensors(reader, config), _tokenizer(keys)
+
+
+class GgufTensors:
+    """Tensors under transformers' names, read and dequantised one at a time."""
+
+    def __init__(self, reader: Any, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._tensors: dict[str, Any] = {}
+        for tensor in reader.tensors:
+            if tensor.name == "rope_freqs.weight":
+                raise ConversionError("tensor rope_freqs.weight (rescaled rotations) has no place in this model")
+            self._tensors[_name(tensor.name)] = tensor
+        self.shapes = {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        value = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(self.shapes[name])
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        for part, key in heads.items():
+            if part in name and self._config["model_type"] == "llama":
+                value = _halves(value, self._config[key])
+        return value
+
+
+def _name(theirs: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; an unknown name stays as it is."""
+    if theirs == "output.weight":
+        return "lm_head.weight"
+    if theirs in _TOP:
+        return _TOP[theirs]
+    parts = theirs.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER:
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
+    return theirs
+
+
+def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a head from pairs (2i, 2i + 1) to pairs (i, i + D/2)."""
+    rest = rows.shape[1:]
+    return rows.reshape(heads, -1, 2, *rest).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _config(keys: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    kind = keys.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise ConversionError(f"general.architecture={kind!r} is not one of {', '.join(ARCHITECTURES)}")
+    get = lambda name, default=None: keys.get(f"{kind}.{name}", default)
+    heads = get("attention.head_count")
+    scaling = get("rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise ConversionError(f"{kind}.rope.scaling.type={scaling!r} has no counterpart; known are none and linear")
+    rope = {"rope_type": "linear", "factor": get("rope.scaling.factor", 1.0)} if scaling == "linear" else {}
+    return {
+        "model_type": kind,
+        "vocab_size": len(keys["tokenizer.ggml.tokens"]),
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": get("attention.key_length"),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in names,
+        "rope_parameters": {"rope_theta": get("rope.freq_base", 10000.0), **rope},
+    }
+
+
+def _tokenizer(keys: Mapping[str, Any]) -> Path | None:
+    """A tokenizer.json of the file's byte-pair vocabulary, in the temporary folder; None for other kinds."""
+    known = keys.get("tokenizer.ggml.model") == "gpt2" and keys.get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
+    if not known or "tokenizer.ggml.merges" not in keys:
+        return None
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    words = keys["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in keys["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    cuts: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if keys["tokenizer.ggml.pre"] == "smollm":
+        cuts.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    made.decoder = decoders.ByteLevel()
+    kinds = keys.get("tokenizer.ggml.token_type", [])
+    control = 3  # gguf.TokenType.CONTROL
+    made.add_special_tokens(
+        [AddedToken(w, special=True) for w, kind in zip(words, kinds, strict=True) if kind == control]
+    )
+    text = made.to_str(pretty=False)
+    folder = Path(tempfile.gettempdir()) / f"bampath-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(text)), encoding="utf-8")
+    return folder / "tokenizer.json"

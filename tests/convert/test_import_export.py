@@ -1,0 +1,199 @@
+"""Import and export against what transformers itself wrote and computed (see cases.py), and every refusal."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bampath.convert import export_model, import_model
+from bampath.convert.families import ConversionError, hf_config, model_config, rope_of, windows_of
+from bampath.model import LM, check_length
+from tests.convert.cases import BASE, CASES, FIXTURES, tokens
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[str], Path]:
+    """A fixture's folder to damage."""
+    return lambda name: shutil.copytree(FIXTURES / name, tmp_path / name)
+
+
+def read(name: str) -> Any:
+    return import_model(FIXTURES / name, **CASES[name][2], dtype="float32")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    found = read(name)
+    assert found.config.position == CASES[name][3]
+    assert found.dtype == "bfloat16"
+    want = np.load(FIXTURES / name / "expected.npz")["logits"]
+    got = jax.jit(LM(found.config).apply)({"params": found.params}, jnp.asarray(tokens()))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert want.std() > 0.3
+    check_length(found.config, tokens().shape[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_gives_back_every_bit(name: str, tmp_path: Path) -> None:
+    from bampath.convert.files import SafetensorsFolder
+
+    found = read(name)
+    export_model(tmp_path / "out", found.config, found.params, dtype=found.dtype, shard_bytes=6000)
+    before, after = SafetensorsFolder(FIXTURES / name), SafetensorsFolder(tmp_path / "out")
+    assert dict(before.shapes) == dict(after.shapes)
+    for tensor in before.shapes:
+        one, two = before.read(tensor), after.read(tensor)
+        assert one.dtype == two.dtype
+        np.testing.assert_array_equal(one.view(np.uint16), two.view(np.uint16), err_msg=tensor)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    again = import_model(tmp_path / "out", **CASES[name][2], dtype="float32")
+    assert again.config == found.config
+
+
+def test_the_exported_configuration_says_what_the_original_said() -> None:
+    for name in CASES:
+        original = json.loads((FIXTURES / name / "config.json").read_text())
+        written = hf_config(read(name).config, shared_qk_norm=True)
+        for key in set(written) & set(original) - {"use_cache", "rope_parameters"}:
+            assert written[key] == original[key], (name, key)
+        ours, theirs = written["rope_parameters"], original["rope_parameters"]
+        assert {key: value for key, value in theirs.items() if value is not None}.items() <= {**theirs, **ours}.items()
+        assert ours["rope_type"] == theirs["rope_type"]
+
+
+def test_older_spellings_of_a_rotation() -> None:
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 99}
+    assert rope_of(old).spec == "rope(scaling=linear,factor=2)"
+    assert rope_of({"rope_theta": 10000.0, "rope_scaling": None}).spec == "rope(10000)"
+    assert rope_of({"rope_scaling": {"rope_type": "default"}}).spec == "rope(10000)"
+
+
+def test_windows_by_layer() -> None:
+    qwen = {"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5}
+    assert windows_of({**qwen, "max_window_layers": 2}) == [None, None, 5]
+    assert windows_of({**qwen, "use_sliding_window": False}) == [None] * 3
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows_of({**qwen, "layer_types": kinds}) == [5, None, 5]
+    with pytest.raises(ConversionError, match="layer_types"):
+        windows_of({**qwen, "layer_types": ["chunked_attention"] * 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma3"}, "model_type='gemma3' is not one of llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' has no counterpart; it must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True has no counterpart"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 has no counterpart"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' has no counterpart"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "yarn with mscale=0.7"),
+    ],
+)
+def test_a_configuration_that_means_something_else_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConversionError, match=words):
+        model_config({"model_type": "llama", **BASE, **changes})
+
+
+def rewrite(path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"tensor model.layers.1.mlp.up_proj.weight \[24, 16\] is missing",
+        ),
+        (lambda t: t.update({"model.extra": t["model.norm.weight"].copy()}), "tensor model.extra has no place"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:5].copy()}),
+            r"tensor model.norm.weight has shape \[5\], must be \[16\]",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}),
+            "tensor lm_head.weight differs from the embedding",
+        ),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(change: Any, words: str, copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen3")
+    rewrite(folder / "model.safetensors", change)
+    with pytest.raises(ConversionError, match=words):
+        import_model(folder)
+
+
+def test_what_older_files_keep_beside_the_weights_does_no_harm(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen3")
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    rewrite(folder / "model.safetensors", change)
+    np.testing.assert_array_equal(import_model(folder).params["embedding"], read("qwen3").params["embedding"])
+
+
+@pytest.mark.parametrize("keep", [0.7, 0.05, 0.0])
+def test_a_file_that_was_cut_short_names_a_tensor(keep: float, copy: Callable[[str], Path]) -> None:
+    path = copy("llama3") / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))])
+    with pytest.raises(ConversionError, match=r"cut short: tensor \S+ ends at" if keep == 0.7 else "cut short"):
+        import_model(path.parent)
+
+
+def test_missing_and_wrong_files(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy("llama")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ConversionError, match=r"no model-00002-of-00003\.safetensors"):
+        import_model(folder)
+    lonely = copy("qwen2")
+    (lonely / "model.safetensors").rename(lonely / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"pytorch_model.bin is a pickle"):
+        import_model(lonely)
+    (lonely / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
+    with pytest.raises(ConversionError, match="not a safetensors file"):
+        import_model(lonely)
+    with pytest.raises(ConversionError, match=r"no config.json"):
+        import_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position": "bam+ssmax"}, "layer 0 has bam"),
+        ({"position": "rope+ssmax"}, "cannot be exported"),
+        ({"position": "rope(layout=interleaved)"}, "rotates all pairs, in halves"),
+        ({"position": "rope,rope(10000)"}, "different rotations"),
+        ({"position": "rope+window(4),rope"}, "Mistral has it in all or none"),
+        ({"qk_norm": True, "qkv_bias": True}, "Qwen3 has no biases"),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    import dataclasses
+
+    config = dataclasses.replace(read("llama").config, **changes)
+    with pytest.raises(ConversionError, match=words):
+        hf_config(config, shared_qk_norm=True)
+
+
+def test_norms_that_differ_between_heads_are_refused(tmp_path: Path) -> None:
+    found = read("qwen3")
+    scale = found.params["layer_1"]["attention"]["key_norm"]["scale"]
+    found.params["layer_1"]["attention"]["key_norm"]["scale"] = scale.at[0, 0].add(1.0)
+    with pytest.raises(ConversionError, match="the heads' norm weights differ"):
+        export_model(tmp_path / "out", found.config, found.params)
+    assert not (tmp_path / "out").exists()
