@@ -298,8 +298,9 @@ def _spreads_evenly(config: Config) -> None:
     """ValueError for a dimension that its mesh axes do not divide: XLA would pad it, or keep it whole, silently."""
     model, data, mesh = config.model, config.data, config.mesh
     rows = data.batch_size // config.train.accumulate
-    for name in ("heads", "kv_heads", "mlp_dim", "vocab_size"):
+    for name in ("heads", "kv_heads", "mlp_dim"):
         _divides(f"model.{name}", getattr(model, name), "mesh.tensor", mesh.tensor)
+    _divides("model.vocab_size", model.vocab_size, "mesh.tensor × mesh.fsdp", mesh.tensor * mesh.fsdp)
     _divides("model.dim", model.dim, "mesh.fsdp", mesh.fsdp)
     _divides("data.batch_size / train.accumulate", rows, "mesh.data × mesh.fsdp", mesh.data * mesh.fsdp)
     if mesh.context > 1:  # two chunks per device

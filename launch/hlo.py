@@ -1,6 +1,8 @@
 """Which collectives a compiled program contains, how often they run and what they move, read from its HLO text.
 
-Loops count with their trip count, so a collective of one layer in a loop over 24 counts 24 times.
+Loops count with their trip count, so a collective of one layer in a loop over 24 counts 24 times. A TPU program shows
+one asynchronous collective in several fusions (its start, what runs meanwhile, its end): they share a channel and count
+once.
 """
 
 import math
@@ -8,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +23,9 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_FUSIONS = ("fused_computation", "async_collective_fusion")
+_BOUND = re.compile(r"= [su](?:32|64)\[\]\S* constant\((\d+)\)")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
@@ -49,14 +55,21 @@ def collectives(text: str, axes: dict[str, int]) -> list[Collective]:
     """Every collective of a compiled program's text that moves something. axes: the mesh's axes and sizes, in order."""
     computations = dict(_computations(text))
     times = _times(computations)
-    found = []
+    found: list[Collective] = []
+    fused: dict[Any, Collective] = {}
     for name, lines in computations.items():
         for line in lines:
             match = _INSTRUCTION.match(line)
             op = match.group(2).removesuffix("-start") if match else ""
             if match and op in OPS:
-                found.append(_collective(op, match.group(1), line, times[name], axes))
-    return [one for one in found if one.size > 1]
+                one, channel = _collective(op, match.group(1), line, times[name], axes), _CHANNEL.search(line)
+                if channel is None or not name.startswith(_FUSIONS):
+                    found.append(one)
+                    continue
+                key = channel.group(1), one.op, one.shapes
+                if key not in fused or fused[key].times < one.times:
+                    fused[key] = one
+    return [one for one in (*found, *fused.values()) if one.size > 1]
 
 
 def summary(found: Sequence[Collective]) -> list[dict[str, object]]:
@@ -92,13 +105,12 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _times(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs: those of a loop as often as it turns (once if that is not known)."""
+    """How often each computation runs: those of a loop as often as it turns (once if it does not say)."""
     calls: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
     for name, lines in computations.items():
         for line in lines:
             for kind, called in _CALLED.findall(line):
-                trips = _TRIPS.search(line) if kind == "body" else None
-                times = int(trips.group(1)) if trips else 1
+                times = _trips(line, computations) if kind == "body" else 1
                 calls[name] += [(other, times) for other in re.findall(r"[\w.\-]+", called)]
     total: dict[str, int] = defaultdict(int)
 
@@ -109,6 +121,18 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
 
     visit("ENTRY", 1)
     return total
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop turns: as it says, or as its condition does (`counter < constant`; counters start at 0)."""
+    said = _TRIPS.search(line)
+    if said:
+        return int(said.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = computations.get(condition.group(1), []) if condition else []
+    bounds = [match.group(1) for other in lines if (match := _BOUND.search(other))]
+    compares = any("direction=LT" in other for other in lines)
+    return int(bounds[0]) if compares and len(bounds) == 1 else 1
 
 
 def _collective(op: str, result: str, line: str, times: int, axes: dict[str, int]) -> Collective:

@@ -1,7 +1,8 @@
 """Where arrays live: parameters by the logical axes they were declared with, activations by what their axes mean.
 
-Stored: "vocab", "heads", "kv_heads" and "mlp" are cut over tensor; "embed" of matrices and embeddings over fsdp.
-Vectors (norms, biases, priors) are small and whole but for their heads. Optimiser moments lie with their parameters.
+Stored: "heads", "kv_heads" and "mlp" are cut over tensor, "embed" of matrices over fsdp; embedding and head by "vocab"
+over both, in pieces that are whole rows. Vectors (norms, biases, priors) are small and whole but for their heads.
+Optimiser moments lie with their parameters.
 Used: a weight is gathered over fsdp where it is multiplied, in the compute type, and its gradient is added up and cut
 again at once; heads and the MLP's width stay cut.
 """
@@ -18,18 +19,20 @@ from bampath.sharding.mesh import BATCH, current
 Array = jax.Array
 Axes = tuple[str | None, ...]
 
-TENSOR_AXES = ("vocab", "heads", "kv_heads", "mlp")
-GATHERED_ROLES = ("matrix", "embedding")  # of parameters that are cut over fsdp
+TENSOR_AXES = ("heads", "kv_heads", "mlp")
+TABLE = ("tensor", "fsdp")  # what the vocabulary is cut over
 ACTIVATIONS: dict[str, Any] = {"batch": BATCH, "length": "context"}
 
 
 def stored(axes: Axes, role: str) -> P:
     """Placement of a parameter, its gradient and its moments."""
 
-    def place(name: str | None) -> str | None:
+    def place(name: str | None) -> str | tuple[str, ...] | None:
+        if name == "vocab":
+            return TABLE
         if name in TENSOR_AXES:
             return "tensor"
-        return "fsdp" if name == "embed" and role in GATHERED_ROLES else None
+        return "fsdp" if name == "embed" and role == "matrix" else None
 
     return P(*map(place, axes))
 

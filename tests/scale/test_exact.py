@@ -126,7 +126,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Any) -> None:
         (("mesh.tensor=3",), ("model.heads=4", "mesh.tensor=3")),
         (("model.kv_heads=2", "mesh.tensor=4"), ("model.kv_heads=2", "mesh.tensor=4")),
         (("model.mlp_dim=25", "mesh.tensor=2"), ("model.mlp_dim=25", "mesh.tensor=2")),
-        (("model.vocab_size=81", "mesh.tensor=2"), ("model.vocab_size=81", "mesh.tensor=2")),
+        (("model.vocab_size=81", "mesh.tensor=2"), ("model.vocab_size=81", "mesh.tensor × mesh.fsdp=2")),
         (("mesh.fsdp=3", "data.batch_size=9"), ("model.dim=16", "mesh.fsdp=3")),
         (("mesh.data=2", "mesh.fsdp=8"), ("data.batch_size / train.accumulate=8", "mesh.data × mesh.fsdp=16")),
         (("train.accumulate=4", "mesh.data=4"), ("data.batch_size / train.accumulate=2", "mesh.data × mesh.fsdp=4")),

@@ -79,6 +79,9 @@ def test_collectives_in_a_loop_over_layers_count_once_per_layer() -> None:
     assert {one.times for one in stream} == {LAYERS}
 
 
+BOUND = """%condition.1 (p: (s32[], f32[8,4])) -> pred[] {
+  %n = s32[]{:T(128)} constant(5), backend_config={}
+"""
 HLO = """HloModule step
 
 %body.1 (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -111,12 +114,29 @@ def test_the_text_of_a_program_is_read_right() -> None:
     assert summary(found)[0] == {"op": "all-reduce", "axes": "y", "count": 5, "moved_bytes": 640}
 
 
+def test_a_loop_that_says_nothing_turns_as_its_condition_does() -> None:
+    silent = HLO.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    spoken = silent.replace(BOUND.splitlines()[0] + "\n", BOUND)
+    assert collectives(silent, {"x": 2, "y": 2})[0].times == 1
+    assert collectives(spoken, {"x": 2, "y": 2}) == collectives(HLO, {"x": 2, "y": 2})
+
+
+def test_one_asynchronous_collective_in_three_fusions_counts_once() -> None:
+    gather = "  %g = bf16[4,4] all-gather(%y), channel_id=2, replica_groups={{0,2},{1,3}}, dimensions={0}\n}\n\n"
+    names = ("fused_computation.7", "async_collective_fusion.8", "fused_computation.9")
+    parts = "".join(f"%{name} (p: bf16[2,4]) -> bf16[4,4] {{\n{gather}" for name in names)
+    calls = "".join(f"  %f{i} = bf16[4,4] fusion(%g), kind=kOutput, calls=%{name}\n" for i, name in enumerate(names))
+    text = HLO.replace("%body.1 (p", parts + "%body.1 (p").replace("  ROOT %t", calls + "  ROOT %t")
+    found = [one for one in collectives(text, {"x": 2, "y": 2}) if one.op == "all-gather"]
+    assert [(one.axes, one.times) for one in found] == [(("x",), 1), (("x",), 5)]
+
+
 def test_groups_that_are_not_understood_are_an_error() -> None:
     with pytest.raises(ValueError, match="part of a mesh axis"):
         collectives(HLO.replace("{'a','b'}", "{'a':(1)2}"), {"x": 2, "y": 2})
 
 
-def test_one_device_is_the_program_it_was() -> None:
+def test_one_device_has_nothing_to_do_with_a_mesh() -> None:
     config = small("position=bam+ssmax")
     model = build_model(config)
     declared = declare(model)
@@ -126,8 +146,8 @@ def test_one_device_is_the_program_it_was() -> None:
     array = lambda dtype: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=one)
     batch = {name: array("int32") for name in ("tokens", "targets", "segment_ids")} | {"weights": array("float32")}
     text = step.lower(abstract_state(config, model, optimizer, None), batch).as_text()
-    assert "mhlo.sharding" not in text
-    assert "sdy.sharding" not in text
+    for word in ("sharding_constraint", "manual_computation", "all_gather", "all_reduce"):
+        assert word not in text
 
 
 # ---- The command's decisions ----
