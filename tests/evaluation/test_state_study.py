@@ -142,3 +142,12 @@ def test_every_scheme_has_the_same_budget(name):
         assert len({(c.optim, c.data, c.train) for c in configs}) == 1
         assert {c.model.train_length for c in configs} == {parse_task(trial.task).length}
     assert len(report.describe(SIZES[name])["trials"]) == len(SIZES[name].trials)
+
+
+def test_the_committed_report_is_that_of_the_committed_results():
+    results = json.loads((run.HERE / "results-cpu.json").read_text(encoding="utf-8"))
+    (trial,) = results["study"]["trials"]
+    figures = {trial["task"]: run.HERE / "figures" / "fflm-pairs-64.png"}
+    text = report.report(results, figures).replace("(figures/", "(figures/cpu-")
+    assert text == (run.HERE / "report-cpu.md").read_text(encoding="utf-8")
+    assert report.describe(SIZES["cpu"])["trials"][0] == trial  # the study as it is now

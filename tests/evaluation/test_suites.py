@@ -1,7 +1,11 @@
 """Whole suites on a checkpoint, as a person runs them: commands in, JSON, Markdown and figures out."""
 
+import argparse
 import json
+import re
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from bampath.data import ByteTokenizer
 from bampath.evaluation import __main__ as suites
 from bampath.evaluation import babilong, longbench_e, phonebook, short
 from bampath.evaluation.report import page
+from bampath.evaluation.session import add_session_options
 from bampath.evaluation.suites import suite
 from bampath.model import LM
 from bampath.overrides import to_dict
@@ -128,3 +133,17 @@ def test_help_needs_no_checkpoint(capsys):
             suites.main(argv)
     assert "--ruler-tasks" in capsys.readouterr().out
     assert "lm_eval" not in sys.modules
+
+
+def test_the_documentation_names_commands_and_options_that_exist():
+    text = (Path(__file__).parent.parent.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    known = {benchmark.NAME: benchmark for name in ("long", "short", "state") for benchmark in suite(name)}
+    for name, rest in re.findall(r"python -m bampath\.evaluation\.(\w+) (?:CHECKPOINT )?([^`\n]*)", text):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        if name in known and name not in ("passkey", "perplexity"):
+            add_session_options(parser, "")
+            known[name].add_options(parser)
+        else:
+            parser = import_module(f"bampath.evaluation.{name}").parser()
+        for option in re.findall(r"--[\w-]+", rest):
+            assert option in parser._option_string_actions, f"{name} {option}"
