@@ -8,7 +8,7 @@ and uses the log-sum-exp of the whole row in every part, so no part's output is 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,6 @@ def _forward(options: PathOptions, x: Leaves) -> Any:
 
 
 def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
-    from kernels.path import gpu_levels
     from kernels.path.gpu_blocks_backward import block_row_sums
 
     x, keys, steps, o, lse = residuals
@@ -269,49 +268,83 @@ def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arr
     delta = jnp.where(alive, (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1), 0) - dlse
     lse = jnp.where(alive, lse, jnp.inf)
     blocks = _block_inputs(options, x)
-    states, sums = [], []
-    for level, step in zip(options.levels, steps, strict=True):
-        q, k = _carried(options, level, step, x["q"].dtype)
-        state = gpu_levels.recompute(options.attention, _level_inputs(x), level, q, k, do, lse)
-        states.append(state)
-        sums.append(gpu_levels.query_side(state, delta))
     back = {"do": do, "lse": _heads_first(lse), "delta": _heads_first(delta)}
+    given: list[Any] = [None] * len(steps)
     if x["gates"] is not None:
         # d(logits) of a row sum to dlse; what is left is the rounding of o in delta, which would add up in the running
         # sum behind the gates: the keys get a delta without it.
-        rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(s["rows"] for s in sums)
+        given = _query_sides(options, x, steps, do, lse, delta)
+        rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(g["rows"] for g in given)
         delta = delta + jnp.where(alive, rows - dlse, 0)
         back["delta"] = _heads_first(delta)
-    key_sums = [gpu_levels.key_side(state, delta) for state in states]
-    dq0, dk0, dp = _descend(options, steps, sums, key_sums, x["k"].shape[2])
-    grads = _block_gradients(options, x, blocks, keys, back | {"dq0": dq0, "dk0": dk0, "dp": dp})
-    return (_collect(options, x, grads, sums, key_sums, dlse),)
+    above, sums = Above(None, None, None, None), []
+    for level, step, queries in reversed(list(zip(options.levels, steps, given, strict=True))):
+        step, above = jax.lax.optimization_barrier((step, above))  # one level's carried keys at a time
+        above, small = _level_backward(options, x, level, step, (do, lse, delta), queries, above)
+        sums.append(small)
+    grads = _block_gradients(options, x, blocks, keys, back | {"dq0": above.q, "dk0": above.k, "dp": above.p})
+    return (_collect(options, x, grads, sums, above.v, dlse),)
 
 
-def _descend(options: PathOptions, steps: list[Climb], sums: Any, key_sums: Any, kv_heads: int) -> tuple[Any, Any, Any]:
-    """Gradients of the blocks' queries at the left edge, keys at the right edge and products."""
+class Above(NamedTuple):
+    """Gradients of what a level was given, or that the levels above leave behind: of queries and keys at the edges of
+    the children (bfloat16), of their products, and of the values so far (float32). None above the top."""
+
+    q: Array | None
+    k: Array | None
+    p: Array | None
+    v: Array | None
+
+
+def _state(options: PathOptions, x: Leaves, level: Level, step: Climb, do: Array, lse: Array) -> Any:
+    from kernels.path import gpu_levels
+
+    q, k = _carried(options, level, step, x["q"].dtype)
+    return gpu_levels.recompute(options.attention, _level_inputs(x), level, q, k, do, lse)
+
+
+def _query_sides(options: PathOptions, x: Leaves, steps: list[Climb], do: Array, lse: Array, delta: Array) -> list[Any]:
+    """What the queries' kernels give, level by level."""
+    from kernels.path import gpu_levels
+
+    out: list[Any] = []
+    for level, step in zip(options.levels, steps, strict=True):
+        step, _ = jax.lax.optimization_barrier((step, out[-1:]))
+        out.append(gpu_levels.query_side(_state(options, x, level, step, do, lse), delta))
+    return out
+
+
+def _level_backward(
+    options: PathOptions, x: Leaves, level: Level, step: Climb, row: Any, queries: Any, above: Above
+) -> tuple[Above, dict[str, Any]]:
+    """One level: what it hands down, and its part of the gradients of params, sharpness and gates (columns).
+
+    row: (do, lse, delta); queries: results of `query_side`, or None if they are still to be computed.
+    """
+    from kernels.path import gpu_levels
     from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
     from kernels.path.gpu_products import runs_backward
 
-    dq: Any = None
-    dk: Any = None
-    dp: Any = None
-    interpret = options.interpret
-    levels = zip(options.levels, steps, sums, key_sums, strict=True)
-    for level, step, queries, columns in reversed(list(levels)):
-        rows = partial(move_backward_rows, level=level, dtype=jnp.bfloat16, interpret=interpret)
-        matrices = partial(move_backward_matrices, level=level, kv_heads=kv_heads, interpret=interpret)
-        dkeys = columns["keys"].astype(jnp.bfloat16)
-        druns, dleft, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
-        here_q = queries["dq"].astype(jnp.bfloat16)
-        if dq is not None:
-            dleft = matrices(step.q, dq, transposed=False, packed=False)
-            right = matrices(step.k, dk, transposed=True, packed=False)
-            druns, joined = jnp.concatenate([druns, right], axis=3), (dk, level.pairs)
-            here_q = rows(dq, step.left, transposed=False, packed=False, plus=here_q)
-        dp = runs_backward(step.p, step.runs, druns, dleft, dp, level, interpret)
-        dq, dk = here_q, rows(dkeys, step.runs, packed=True, joined=joined)
-    return dq, dk, dp
+    do, lse, delta = row
+    state = _state(options, x, level, step, do, lse)
+    queries = gpu_levels.query_side(state, delta) if queries is None else queries
+    columns = gpu_levels.key_side(state, delta)
+    rows = partial(move_backward_rows, level=level, interpret=options.interpret)
+    half = partial(rows, dtype=jnp.bfloat16)
+    matrices = partial(move_backward_matrices, level=level, kv_heads=x["k"].shape[2], interpret=options.interpret)
+    dkeys = columns["keys"].astype(jnp.bfloat16)
+    druns, dleft, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
+    dq = queries["dq"].astype(jnp.bfloat16)
+    if above.q is not None and above.k is not None:
+        dleft = matrices(step.q, above.q, transposed=False, packed=False)
+        right = matrices(step.k, above.k, transposed=True, packed=False)
+        druns, joined = jnp.concatenate([druns, right], axis=3), (above.k, level.pairs)
+        dq = half(above.q, step.left, transposed=False, packed=False, plus=dq)
+    dp = runs_backward(step.p, step.runs, druns, dleft, above.p, level, options.interpret)
+    dk = half(dkeys, step.runs, packed=True, joined=joined)
+    dv = rows(columns["v"], None, packed=True, dtype=jnp.float32, plus=above.v)
+    small = {n: queries[n] for n in ("params", "sharpness") if n in queries}
+    return Above(dq, dk, dp, dv), small | {n: columns[n] for n in ("columns",) if n in columns}
 
 
 def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any, back: Leaves) -> dict[str, Array]:
@@ -335,18 +368,11 @@ def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any,
     return grads | block_keys_backward(x["k"], x["w"], _betas(x), keys, through, interpret=options.interpret)
 
 
-def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, key_sums: Any, dlse: Array) -> Leaves:
-    """The cotangent of x."""
-    from kernels.path.gpu_moves import move_backward_rows
-
+def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, dv: Any, dlse: Array) -> Leaves:
+    """The cotangent of x. sums: the levels' parts; dv: of the values, from all levels, or None."""
     out: Leaves = dict.fromkeys(x)
     out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_out"], "beta": _heads_first(grads["dbeta"])}
-    out["v"] = grads["dv"]
-    for level, s in zip(options.levels, key_sums, strict=True):
-        dtype = x["v"].dtype if level == options.levels[-1] else jnp.float32
-        fold = partial(move_backward_rows, m=None, packed=True, dtype=dtype, interpret=options.interpret)
-        out["v"] = fold(s["v"], level=level, plus=out["v"])
-    out["v"] = out["v"].astype(x["v"].dtype)
+    out["v"] = (grads["dv"] if dv is None else grads["dv"] + dv).astype(x["v"].dtype)
     if x["params"] is not None:
         pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]
         (own,) = pull(grads["dbias"].sum((0, 2)))
@@ -356,7 +382,7 @@ def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any
     if x["gates"] is not None:
         # The sum of d(logits) over a row is the cotangent of its log-sum-exp, exactly.
         rows = dlse * x["sharpness"] if x["sharpness"] is not None and options.sharpen_prior else dlse
-        columns = _heads_first(grads["columns"]) + sum(s["columns"] for s in key_sums)
+        columns = _heads_first(grads["columns"]) + sum(s["columns"] for s in sums)
         out["gates"] = (rows - columns, jnp.zeros_like(rows))
     if x["segments"] is not None:
         out["segments"] = np.zeros(x["segments"].shape, jax.dtypes.float0)

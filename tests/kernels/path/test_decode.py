@@ -248,6 +248,23 @@ def test_lazy_decode_over_hundreds_of_tokens_in_float32() -> None:
     assert relative_rms(o[:, 300:], want[:, 300:]) < 5e-6
 
 
+@pytest.mark.slow
+def test_lazy_decode_does_not_drift_over_4096_bfloat16_tokens() -> None:
+    """bfloat16 queries, keys and values, beta from 1.9 to 2: the error of the last tokens is that of the first ones."""
+    count = 4096
+    shape, options = Shape(1, count + 16, 1, 16), Options()
+    arrays = draw(shape, 6, dtype=np.float32, beta=(1.9, 2.0), sharpness=False, gates=False)
+    arrays |= {n: arrays[n].astype(jnp.bfloat16) for n in "qkv"}
+    row = row_of(arrays, np.zeros((1, count + 16), np.int32))
+    o, _ = lazy(options, 32)(part(row, 0, 16), part(row, 16, count + 16), None)
+    with x64():
+        exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+        want = np.asarray(compiled(options, "reference")(exact, None)[0])[:, 16:]
+    first, last = relative_rms(o[:, :256], want[:, :256]), relative_rms(o[:, -256:], want[:, -256:])
+    assert first < 2.5e-3  # what rounding the output to bfloat16 costs
+    assert last < 2.5e-3
+
+
 # ---- Errors ----
 
 

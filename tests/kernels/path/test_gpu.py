@@ -1,5 +1,7 @@
 """The GPU backend on CPU: its Triton kernels interpreted, the attention kernels between blocks emulated."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.path import gpu
+from kernels.path import bench, bench_cases, gpu
 from kernels.path.api import path_attention
+from kernels.path.bench_tables import DOCS, RESULTS, tables
 from kernels.path.call import make_call
 from kernels.path.levels import Level, pair_of, plan_levels
 from kernels.path.shapes import Shape
@@ -119,17 +122,18 @@ def test_gpu_path_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @MOSAIC
 @pytest.mark.slow
-@pytest.mark.parametrize("repeated", [False, True], ids=["random", "repeated"])
+@pytest.mark.parametrize("repeated", [False, True], ids=["random with gates", "repeated"])
 def test_gpu_path_over_two_levels(monkeypatch: pytest.MonkeyPatch, repeated: bool) -> None:
     """1,300 tokens: 11 blocks, joined twice and then six times."""
     from tests.kernels.path import mosaic_emulation
 
     mosaic_emulation.install(monkeypatch)
-    errors = compare(Shape(1, 1300, 2, 64), Options(), gates=False, sharpness=False, repeated=repeated)
+    errors = compare(Shape(1, 1300, 2, 64), Options(), gates=not repeated, sharpness=False, repeated=repeated)
     assert {n: e for n, e in errors.items() if e > ALLOWED[n]} == {}
 
 
 @MOSAIC
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward lower for CUDA: 3 attention kernels per level and the Triton kernels around them."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -180,3 +184,44 @@ def test_named_backend_says_why_not() -> None:
     x = jnp.zeros((1, 4, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"mosaic_gpu.*cannot serve this call: needs"):
         path_attention(x, x, x, x.astype(jnp.float32), jnp.zeros((1, 4, 2)), implementation="mosaic_gpu")
+
+
+# ---- Benchmark ----
+
+
+def test_documentation_shows_the_committed_results() -> None:
+    """The tables of docs/path.md are those of results.json, or say that there are none."""
+    shown = DOCS.read_text().split("<!-- results -->\n")[1].split("\n<!-- end of results -->")[0]
+    assert shown == (tables() if RESULTS.exists() else "Not measured yet: no results.json is committed.")
+
+
+def test_benchmark_rows_become_tables(tmp_path: Path) -> None:
+    """Ratios pair what has one shape and pass; the tables show them, and that FLA was absent."""
+    size = {"B": 1, "T": 256, "H": 2, "D": 64}
+    times = {"ms_min": 1.0, "ms_max": 3.0}
+    rows: list[dict[str, Any]] = [
+        {"case": "path", "impl": "mosaic_gpu", "pass": "fwd", "ms": 2.0, "memory_bytes": 2**20} | size | times,
+        {"case": "plain", "impl": "mosaic_gpu", "pass": "fwd", "ms": 1.0, "memory_bytes": 2**20} | size | times,
+        {"case": "path", "impl": "fla", "pass": "fwd", "ms": 5.0} | size | times,
+        {"case": "path", "impl": "fla", "pass": "fwd_bwd", "ms": 9.0} | size | times,
+        {"case": "lazy", "impl": "xla", "pass": "decode", "ms": 2.0, "tokens_per_s": 9.0} | size | times,
+        {"case": "rewritten", "impl": "attention", "pass": "decode", "ms": 5.0, "tokens_per_s": 4.0} | size | times,
+        {"case": "x", "impl": "mosaic_gpu", "pass": "check", "error": {"o": 1e-3}, "same_bits": True} | size,
+        {"impl": "fla", "skipped": "ModuleNotFoundError: no fla"},
+    ]
+    bench.add_ratios(rows)
+    assert rows[0]["ratio"] == {"fla": 2.5, "plain": 0.5}
+    assert rows[4]["ratio"] == {"rewritten": 2.5}
+    (tmp_path / "results.json").write_text(json.dumps({"env": {"device": "d"}, "rows": rows}))
+    text = tables(tmp_path / "results.json")
+    assert "| 1, 256, 2, 64 | path | fwd | 2.00 (1.00–3.00) | 5.00 (1.00–3.00) | 2.50 | 2.00 | 1 |" in text
+    assert "FLA was skipped: ModuleNotFoundError: no fla." in text
+    assert "| 256 | 1 | lazy | 2.00 (1.00–3.00) | 9 | 2.50 |" in text
+
+
+def test_both_ways_of_the_decode_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"B": 1, "H": 2, "steps": 40}.items():
+        monkeypatch.setitem(bench_cases.DECODE, name, value)
+    cache, new = bench_cases.decode_inputs(60)
+    lazy, rewritten = (jax.jit(bench_cases.decode(way, 60))(cache, new)[0] for way in (True, False))
+    assert relative_rms(lazy, rewritten) < 1e-3
