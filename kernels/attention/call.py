@@ -37,7 +37,7 @@ class DistancePrior:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Call:
-    """What a backend computes; a pytree whose last four fields are static. Everything is already checked.
+    """What a backend computes; a pytree whose last five fields are static. Everything is already checked.
 
         logits[b,h,i,j] = r · (scale·⟨q,k⟩ + prior + gates)      sharpen_prior
                         = r·scale·⟨q,k⟩ + prior + gates           otherwise
@@ -46,7 +46,8 @@ class Call:
     q [B,T,H,D], k [B,S,Hkv,D], v [B,S,Hkv,Dv] of one float dtype; query head h reads key head h // (H // Hkv).
     prior: None or a DistancePrior, evaluated at d = kv_position − q_position.
     gates: None or (q_hi, q_lo [B,T,H], k_hi, k_lo [B,S,H]) float32; adds (q_hi_i − k_hi_j) + (q_lo_i − k_lo_j).
-      Gradients are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums.
+      Gradients are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums. zero_lows: they are known
+      to be 0, because the sums were given, so a backend need not read them.
     sharpness r: None (1) or [B,T,H] float32.
     q_positions [B or 1, T], kv_positions [B or 1, S]: int32, both None for the default (keys 0..S−1, queries S−T..S−1).
     q_segments [B,T], kv_segments [B,S]: int32 or both None; negative ids are padding.
@@ -67,6 +68,7 @@ class Call:
     window: int | None = field(metadata={"static": True})
     scale: float = field(metadata={"static": True})
     sharpen_prior: bool = field(metadata={"static": True})
+    zero_lows: bool = field(default=False, metadata={"static": True})
 
     def positions(self) -> tuple[Array, Array]:
         """(q_positions [B or 1, T], kv_positions [B or 1, S]), the default ones if none were given."""
@@ -229,4 +231,7 @@ def make_call(
         sharpen_prior=check_flag("sharpen_prior", sharpen_prior),
     )
     gates = _gates(log_gates, call)
-    return call if gates is None else replace(call, gates=jax.tree.map(lambda x: jnp.asarray(x, wide), gates))
+    if gates is None:
+        return call
+    gates = jax.tree.map(lambda x: jnp.asarray(x, wide), gates)
+    return replace(call, gates=gates, zero_lows=isinstance(log_gates, tuple | list))

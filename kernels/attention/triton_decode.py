@@ -194,7 +194,7 @@ def _offsets(spec: Spec, x: dict[str, Any], batch: Array, token: Array, head: Ar
         total = _inline(spec, x, head, ahead)
     if "q_gate_hi" in x:
         index, inside = cols
-        for n in ("hi", "lo"):
+        for n in (n for n in ("hi", "lo") if f"q_gate_{n}" in x):
             keys = plgpu.load(x[f"k_gate_{n}"].at[batch, index, head], mask=inside & (head >= 0), other=0.0)
             total = total + (x[f"q_gate_{n}"][batch, token, head] - keys)
     return total
@@ -329,7 +329,7 @@ def make_plan(call: Call, interpret: bool = False, per_core: int | None = None) 
     return Plan(splits, step, warps=2 if narrow else 4, stages=4 if wide <= 256 else 2, interpret=interpret)
 
 
-def _operands(spec: Spec, call: Call) -> dict[str, Array]:
+def _operands(call: Call) -> dict[str, Array]:
     arrays = {"q": call.q, "k": call.k, "v": call.v}
     whole = lambda x: jnp.broadcast_to(x, (call.q.shape[0], x.shape[1]))
     if call.q_positions is not None and call.kv_positions is not None:
@@ -339,7 +339,8 @@ def _operands(spec: Spec, call: Call) -> dict[str, Array]:
     if call.sharpness is not None:
         arrays["sharpness"] = call.sharpness
     if call.gates is not None:
-        arrays |= dict(zip(("q_gate_hi", "q_gate_lo", "k_gate_hi", "k_gate_lo"), call.gates, strict=True))
+        names = ("q_gate_hi", "q_gate_lo", "k_gate_hi", "k_gate_lo")
+        arrays |= {n: g for n, g in zip(names, call.gates, strict=True) if not (call.zero_lows and n.endswith("lo"))}
     return arrays
 
 
@@ -362,7 +363,7 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         exact=call.q.dtype == jnp.float32,
         interpret=plan.interpret,
     )
-    arrays = _operands(spec, call)
+    arrays = _operands(call)
     line = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct((batch, *shape), dtype)
     if "q_positions" in arrays or "q_segments" in arrays:
         names = ("q_positions", "kv_positions", "q_segments", "kv_segments")

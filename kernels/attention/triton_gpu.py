@@ -55,13 +55,17 @@ def refusal(call: Call, device: str) -> str | None:
     head = max(call.q.shape[-1], call.v.shape[-1])
     if head > LARGEST_HEAD:
         return f"head_dim {head} is more than {LARGEST_HEAD}"
-    wide, size = padded_head(head), call.q.dtype.itemsize
-    have = 1024 * SHARED_MEMORY.get(device, 99)
-    for name, chosen in choose_tiles(wide, size)._asdict().items():
-        need = chosen.shared_memory(wide, size, 2)
-        if need > have:
-            return f"the {name} kernel needs about {need} bytes of shared memory, this GPU has {have}"
+    wide, size, room = padded_head(head), call.q.dtype.itemsize, room_on(device)
+    for name, chosen in choose_tiles(wide, size, room)._asdict().items():
+        need = chosen.shared_memory(wide, size)
+        if need > room:
+            return f"the {name} kernel needs about {need} bytes of shared memory, this GPU has {room}"
     return None
+
+
+def room_on(device: str) -> int:
+    """Bytes of shared memory that a block can have on a GPU of that compute capability; the least known if unknown."""
+    return 1024 * SHARED_MEMORY.get(device, min(SHARED_MEMORY.values()))
 
 
 def padded_head(dim: int) -> int:
@@ -82,9 +86,10 @@ class Chosen(NamedTuple):
     keys: Tiles
 
 
-def choose_tiles(head_dim: int, itemsize: int) -> Chosen:
+def choose_tiles(head_dim: int, itemsize: int, room: int) -> Chosen:
+    """The measured tiles, made smaller where they would need more than `room` bytes of shared memory."""
     row = _tile_table()[str(itemsize)][str(max(64, head_dim))]
-    return Chosen(*(Tiles.parse(row[n]) for n in ("forward", "queries", "keys")))
+    return Chosen(*(Tiles.parse(row[n]).fitted(head_dim, itemsize, room) for n in ("forward", "queries", "keys")))
 
 
 # ---- Which tiles a block visits ----
@@ -375,7 +380,8 @@ _attend.defvjp(_attend_fwd, attend_backward)
 def options_for(call: Call, tiles: Chosen | None = None, reach: int | None = None, interpret: bool = False) -> Options:
     length = call.q.shape[1] + call.k.shape[1]
     wide = padded_head(max(call.q.shape[-1], call.v.shape[-1]))
-    return Options(tiles or choose_tiles(wide, call.q.dtype.itemsize), reach or max(REACH, length), interpret)
+    chosen = tiles or choose_tiles(wide, call.q.dtype.itemsize, room_on(capability()))
+    return Options(chosen, reach or max(REACH, length), interpret)
 
 
 def attend(call: Call, options: Options | None = None) -> tuple[Array, Array]:

@@ -98,7 +98,8 @@ def job(row: dict[str, Any], shape: Any, case: str, kernel: str, attend: Callabl
 
 def triton_items(dtype: str, dim: int) -> list[bench_parts.Item]:
     shape = (2, 4096, 8, dim) if dtype == "bfloat16" else (1, 2048, 8, dim)
-    present = triton_gpu.choose_tiles(dim, 2 if dtype == "bfloat16" else 4)
+    room = triton_gpu.room_on(triton_gpu.capability())
+    present = triton_gpu.choose_tiles(dim, 2 if dtype == "bfloat16" else 4, room)
     jobs = []
     for kernel in KERNELS:
         for text in TRITON[dtype][dim][kernel]:

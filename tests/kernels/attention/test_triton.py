@@ -88,11 +88,25 @@ def test_refusals_name_the_reason(module: Any, made: dict[str, Any], device: str
 
 def test_tiles_that_need_too_much_shared_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     big = Tiles(128, 128, 8, 4)
-    monkeypatch.setattr(triton_gpu, "choose_tiles", lambda dim, size: SMALL._replace(keys=big))
+    monkeypatch.setattr(triton_gpu, "choose_tiles", lambda dim, size, room: SMALL._replace(keys=big))
     reason = triton_gpu.refusal(call(dim=128), "9.0")
     assert reason is not None
     assert "keys" in reason
-    assert str(big.shared_memory(128, 2, 2)) in reason
+    assert str(big.shared_memory(128, 2)) in reason
+
+
+@pytest.mark.parametrize("device", [*triton_gpu.SHARED_MEMORY, "99.9"])
+def test_every_head_and_dtype_fits_every_gpu(device: str) -> None:
+    for dim in (16, 32, 48, 64, 80, 96, 128, 256):
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            assert triton_gpu.refusal(call(dim=dim, dtype=dtype), device) is None
+
+
+def test_tiles_shrink_no_more_than_they_must() -> None:
+    tiles = Tiles(64, 64, 4, 2)
+    assert tiles.fitted(128, 2, 227 * 1024) == tiles
+    assert tiles.fitted(128, 2, 99 * 1024) == Tiles(64, 64, 4, 1)
+    assert tiles.fitted(128, 2, 40 * 1024) == Tiles(32, 16, 4, 1)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
@@ -114,7 +128,8 @@ def test_on_a_gpu_no_feature_falls_to_xla(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tables_of_tiles_can_be_read() -> None:
     for size, rows in triton_gpu._tile_table().items():
         for dim, kernels in rows.items():
-            assert [str(t) for t in triton_gpu.choose_tiles(int(dim), int(size))] == list(kernels.values())
+            room = triton_gpu.room_on("9.0")  # where they were measured
+            assert [str(t) for t in triton_gpu.choose_tiles(int(dim), int(size), room)] == list(kernels.values())
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,9 +145,11 @@ def test_walks_cover_what_is_visible_and_mask_what_is_not(data: st.DataObject) -
         q_pos, k_pos = (r.integers(0, 20, (2, n)) for n in (queries, keys))
     q_ids, k_ids = (np.sort(r.integers(-1, 3, (2, n))) for n in (queries, keys))
     real = np.arange(keys)[None] < keys - data.draw(st.integers(0, 3))
-    line = lambda x, axis: np.expand_dims(x, axis)
-    seen = masks.visible(line(q_pos, 2), line(k_pos, 1), line(q_ids, 2), line(k_ids, 1), causal=causal, window=window)
-    seen = np.asarray(seen) & real[:, None]
+    line = lambda x, axis: jnp.expand_dims(jnp.asarray(x), axis)
+    visible = masks.visible(
+        line(q_pos, 2), line(k_pos, 1), line(q_ids, 2), line(k_ids, 1), causal=causal, window=window
+    )
+    seen = np.asarray(visible) & real[:, None]
     for blocks_are_queries, block, step in ((True, 8, 4), (False, 4, 8)):
         sizes = (block, step) if blocks_are_queries else (step, block)
         q_ends = triton_gpu.extents(np, q_pos, q_ids, np.ones_like(q_pos, bool), sizes[0])
@@ -147,6 +164,14 @@ def test_walks_cover_what_is_visible_and_mask_what_is_not(data: st.DataObject) -
                 assert not part[:, : low * step].any()
                 assert not part[:, high * step :].any()
                 assert part[:, whole * step : whole_end * step].all()
+
+
+def test_sums_that_are_given_have_no_low_parts_to_read() -> None:
+    gates = jnp.zeros((2, 300, 4))
+    assert "k_gate_lo" in triton_decode._operands(call(1, 300, log_gates=gates))
+    given = triton_decode._operands(call(1, 300, log_gates=(gates[:, :1], gates)))
+    assert "k_gate_hi" in given
+    assert "k_gate_lo" not in given
 
 
 def test_priors_that_can_be_traced_into_a_kernel() -> None:
