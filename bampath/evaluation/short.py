@@ -7,6 +7,7 @@ checkpoint. Without network, --data piqa=validation:piqa.jsonl runs a task of th
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help=f"of the harness (default: {' '.join(PAPER)})")
     parser.add_argument("--data", nargs="+", default=[], metavar="TASK=SPLIT:FILE", help="tasks on local JSON lines")
     parser.add_argument("--include-path", metavar="FOLDER", help="task files beside the harness's own")
+    parser.add_argument(
+        "--metadata", default="{}", metavar="JSON", help='for tasks that ask: {"max_seq_lengths": [4096]}'
+    )
     parser.add_argument("--num-fewshot", type=int, help="solved examples per question (default: the task's)")
     parser.add_argument("--max-length", type=int, default=0, help="cut contexts to so many tokens (default: never)")
     parser.add_argument("--offline", action="store_true", help="never ask the hub")
@@ -39,6 +43,7 @@ def missing(args: argparse.Namespace) -> str | None:
 
 
 def run(session: Session, args: argparse.Namespace) -> None:
+    metadata = metadata_of(args.metadata)
     if args.offline:  # before the harness and what it uses are imported
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
@@ -61,7 +66,7 @@ def run(session: Session, args: argparse.Namespace) -> None:
         tasks=tasks_of(args.tasks, args.data),
         num_fewshot=args.num_fewshot,
         limit=session.samples or None,
-        task_manager=TaskManager(include_path=args.include_path),
+        task_manager=TaskManager(include_path=args.include_path, metadata=metadata),
         bootstrap_iters=1000,
         random_seed=session.seed,
     )
@@ -74,6 +79,17 @@ def tasks_of(names: Sequence[str] | None, data: Sequence[str]) -> list[Any]:
     local = [local_task(entry) for entry in data]
     listed = list(names or (() if local else PAPER))
     return listed + ([{"group": "local", "task": local}] if local else [])
+
+
+def metadata_of(text: str) -> dict[str, Any]:
+    """The JSON object that tasks such as the harness's ruler read their lengths and tokenizer from."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--metadata {text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--metadata {text!r} is not a JSON object")
+    return found
 
 
 def local_task(entry: str) -> dict[str, Any]:

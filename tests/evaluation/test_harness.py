@@ -149,5 +149,9 @@ def test_data_options_are_checked(tmp_path):
     for wrong in ("piqa", "piqa=validation", "piqa=dev:x"):
         with pytest.raises(ValueError, match="--data"):
             short.local_task(wrong)
+    assert short.metadata_of('{"max_seq_lengths": [64]}') == {"max_seq_lengths": [64]}
+    for wrong in ("{", "[1]"):
+        with pytest.raises(ValueError, match="--metadata"):
+            short.metadata_of(wrong)
     with pytest.raises(FileNotFoundError, match="no file"):
         short.local_task(f"piqa=test:{tmp_path}/none.jsonl")
