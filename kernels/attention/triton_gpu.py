@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from kernels.attention import xla
 from kernels.attention.call import FAR, Call, DistancePrior
-from kernels.attention.triton_gpu_kernels import Spec, Tiles, forward, key_gradients, query_gradients
+from kernels.attention.triton_gpu_kernels import Spec, Tiles, forward, key_gradients, padded_head, query_gradients
 
 Array = jax.Array
 LN2 = 0.6931471805599453
@@ -66,10 +66,6 @@ def refusal(call: Call, device: str) -> str | None:
 def room_on(device: str) -> int:
     """Bytes of shared memory that a block can have on a GPU of that compute capability; the least known if unknown."""
     return 1024 * SHARED_MEMORY.get(device, min(SHARED_MEMORY.values()))
-
-
-def padded_head(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 @functools.cache

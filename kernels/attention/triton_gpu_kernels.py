@@ -95,6 +95,11 @@ class Spec:
 Refs = dict[str, Any]
 
 
+def padded_head(dim: int) -> int:
+    """The power of two, 16 at least, that a head_dim is padded to."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def product(a: Array, b: Array, contract: tuple[int, int], exact: bool, interpret: bool) -> Array:
     """Matrix product with float32 sums; exact: of float32 operands split into three TF32 terms."""
     precision: Any = None
