@@ -24,6 +24,7 @@ from bampath.sharding.attention import attend
 from kernels.attention.api import attention
 from kernels.lsh.decode import lsh_extend
 from kernels.path.decode import path_extend
+from kernels.path.lazy import fold, lazy_token
 
 Array = jax.Array
 
@@ -210,37 +211,50 @@ def attend_cache(
 def _attend_carried(
     slots: Slots, v: Array, cache: LayerCache, view: View, implementation: str | None
 ) -> tuple[Array, LayerCache]:
-    """As `attend_cache`, for a scheme that carries keys: the cached keys move on to the last new token as well."""
-    if slots.window is not None or slots.householder is None:
+    """As `attend_cache`, for a scheme that carries keys: the cached keys move on to the last new token as well.
+
+    Several tokens bring all keys up to date at once; single tokens leave that pending (`kernels.path.lazy`).
+    """
+    pending = cache.pending
+    if slots.window is not None or slots.householder is None or pending is None:
         raise ValueError(f"PaTH takes no window, got window={slots.window}")
-    w, beta = slots.householder
+    arrays = (slots.q, slots.k, v, *slots.householder)
+    options: dict[str, Any] = {
+        "past_positions": view.slot_positions,
+        "positions": view.positions,
+        "segment_ids": view.ids,
+        "log_gates": slots.log_gates,
+        "scale_gates": slots.scale_gates,
+        "prior": slots.prior,
+        "sharpness": slots.sharpness,
+        "sharpen_prior": slots.sharpen_prior,
+    }
+    before = cache
+    cache = replace(cache, v=caches.write(cache.v, v, view.start), log_gates=_write_gates(cache, slots, view))
+    if slots.q.shape[1] == 1:
+        out, keys, pending = lazy_token(
+            *arrays,
+            pending=pending,
+            past_k=before.k,
+            past_v=cache.v,
+            past_log_gates=cache.log_gates,
+            past_segment_ids=view.slot_ids,
+            start=view.start,
+            window=caches.FOLD,
+            **options,
+        )
+        return out, replace(cache, k=keys, pending=pending)
+    past_k, pending = fold(before.k, pending, view.start + slots.q.shape[1])
     out, past_k, k = path_extend(
-        slots.q,
-        slots.k,
-        v,
-        w,
-        beta,
-        past_k=cache.k,
-        past_v=cache.v,
-        past_log_gates=cache.log_gates,
-        past_positions=view.slot_positions,
+        *arrays,
+        past_k=past_k,
+        past_v=before.v,
+        past_log_gates=before.log_gates,
         past_segment_ids=view.past_ids,
-        positions=view.positions,
-        segment_ids=view.ids,
-        log_gates=slots.log_gates,
-        scale_gates=slots.scale_gates,
-        prior=slots.prior,
-        sharpness=slots.sharpness,
-        sharpen_prior=slots.sharpen_prior,
         implementation=implementation,
+        **options,
     )
-    cache = replace(
-        cache,
-        k=caches.write(past_k, k, view.start),
-        v=caches.write(cache.v, v, view.start),
-        log_gates=_write_gates(cache, slots, view),
-    )
-    return out, cache
+    return out, replace(cache, k=caches.write(past_k, k, view.start), pending=pending)
 
 
 def _write_gates(cache: LayerCache, slots: Slots, view: View) -> Array | None:

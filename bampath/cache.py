@@ -13,8 +13,10 @@ from flax import struct
 
 from bampath.positions.slots import Carry, Geometry
 from kernels.lsh.decode import Ring, empty_ring
+from kernels.path.lazy import Pending, no_pending
 
 Array = jax.Array
+FOLD = 32  # tokens between two rewrites of carried keys
 
 
 @struct.dataclass
@@ -24,7 +26,8 @@ class LayerCache:
     k, v [B, S, Hkv, D]: keys in the form that the scheme needs at the newest token (rotated for RoPE; for PaTH carried
     to the last token and kept in float32, so that rounding does not build up); log_gates [B, S, H] float32 or None;
     carry: state of the scheme's parts, such as the last inputs of a short convolution; ring: instead of k and v (which
-    then have no slots) where no query looks further back than a fixed number of keys.
+    then have no slots) where no query looks further back than a fixed number of keys; pending: for PaTH,
+    transitions that old keys still lack (`kernels.path.lazy`), folded into them every FOLD single tokens.
     """
 
     k: Array
@@ -32,6 +35,7 @@ class LayerCache:
     log_gates: Array | None
     carry: Carry
     ring: Ring | None = None
+    pending: Pending | None = None
 
 
 @struct.dataclass
@@ -123,6 +127,7 @@ def empty_layer(
         log_gates=jnp.zeros((batch, capacity, geometry.heads), jnp.float32) if gates else None,
         carry=carry,
         ring=ring,
+        pending=no_pending(batch, geometry.kv_heads, geometry.head_dim, 0) if carried_keys else None,
     )
 
 
