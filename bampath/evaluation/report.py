@@ -89,7 +89,12 @@ def _score_tables(rows: Sequence[Row]) -> list[str]:
         body.append([f"{task} (n = {own[0]['samples']})", *(by.get(n, "") for n in lengths or [None])])
     if len(body) > 1 and lengths:
         whole = [[row["accuracy"] for row in rows if row["length"] == n] for n in lengths]
-        body.append(["mean of tasks", *(f"{100 * sum(w) / len(w):.1f}" if len(w) == len(body) else "" for w in whole)])
+        body.append(
+            [
+                f"mean of these {len(body)} tasks",
+                *(f"{100 * sum(w) / len(w):.1f}" if len(w) == len(body) else "" for w in whole),
+            ]
+        )
     heads = ["task", *(short_number(n) for n in lengths)] if lengths else ["task", "score"]
     labels = sorted({f"{name}={row[name]}" for row in rows for name in _LABELS if name in row})
     note = [f"Material: {', '.join(labels)}. Numbers on other material do not compare."] if labels else []

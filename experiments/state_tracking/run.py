@@ -1,6 +1,6 @@
 """Train every scheme on state-tracking tasks under one budget, then count what it gets wrong:
 
-    python -m experiments.state_tracking.run                       about 3 minutes on 2 CPU cores
+    python -m experiments.state_tracking.run                       200 s of CPU time
     python -m experiments.state_tracking.run --size gpu --out runs/state --minutes 20
     python -m experiments.state_tracking.run --size gpu --out runs/state --resume
 

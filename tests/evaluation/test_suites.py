@@ -83,7 +83,7 @@ def test_the_page_has_tables_figures_and_what_was_not_run(results, home):
     shown = sorted(path.name for path in home.glob("long-*.png"))
     assert {"long-passkey.png", "long-ruler.png", "long-ruler-depth.png", "long-perplexity.png"} <= set(shown)
     assert all(f"({name})" in text for name in shown)
-    assert "mean of tasks" in text
+    assert "mean of these 3 tasks" in text
     assert "essay=text.txt" in text
     assert "- longbench_e: needs" in text
     assert text == page(results["env"], results["rows"], results["skipped"], [home / n for n in _in_order(text, shown)])
