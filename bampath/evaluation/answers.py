@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from bampath.data import Tokenizer
 from bampath.evaluation.intervals import wilson
 from bampath.evaluation.questions import Question
+from bampath.evaluation.reader import CHUNK
 from bampath.generate import generate
 from bampath.model import LM
 
 BATCH_TOKENS = 32_768
-CHUNK = 2048  # tokens of a prompt that are read at a time; prompts are padded to a multiple of the smaller of both
-WIDTH = 256
+WIDTH = 256  # prompts are padded to a multiple of this: few shapes to compile
 
 Score = Callable[[str, Question], float]  # (answer, question) -> 0 … 1
 

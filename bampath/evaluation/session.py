@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bampath.data import DataConfig, Tokenizer
-from bampath.evaluation.answers import CHUNK, Answerer, ModelAnswerer, Score, ask, row, speed
+from bampath.evaluation.answers import Answerer, ModelAnswerer, Score, ask, row, speed
 from bampath.evaluation.command import add_checkpoint_options, load_reader, parse_lengths
 from bampath.evaluation.questions import Question, cache_root, kept
 from bampath.evaluation.reader import Reader
@@ -118,7 +118,6 @@ class Session:
 def add_session_options(parser: argparse.ArgumentParser, samples: str) -> None:
     """The arguments that all benchmarks share."""
     add_checkpoint_options(parser)
-    parser.set_defaults(chunk=CHUNK)
     parser.add_argument("--lengths", help="tokens per prompt, answer included, or times the training length: 4096,2x")
     parser.add_argument("--samples", type=int, help=f"per task and length ({samples})")
     parser.add_argument("--seed", type=int, default=42)

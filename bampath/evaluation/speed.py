@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bampath import config as configs
-from bampath.evaluation.answers import CHUNK, ModelAnswerer
+from bampath.evaluation.answers import ModelAnswerer
 from bampath.evaluation.command import fail_gracefully, parse_lengths
-from bampath.evaluation.reader import ModelReader
+from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.evaluation.results import environment, write_results
 from bampath.generate import prefill
 from bampath.model import LM, init_cache
