@@ -1,10 +1,12 @@
 """State-tracking tasks: every row against a slow reading of the rules, and scores of an oracle and of a guesser."""
 
 import argparse
+import json
 import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +92,13 @@ def test_answers_follow_from_the_rules(task):
         assert [want[at] for at in sorted(want)] == targets[weights > 0].tolist()
         assert all(value in task.answers for value in want.values())
         assert 1 <= (weights > 0).sum() <= task.asked
+
+
+@pytest.mark.parametrize("spec", TASKS)
+def test_golden_rows(spec):
+    golden = json.loads((Path(__file__).parent / "golden" / "state.json").read_text(encoding="utf-8"))
+    rows = draw(TASKS[spec], 2, seed=7)
+    assert {name: getattr(rows, name).astype(int).tolist() for name in golden[spec]} == golden[spec]
 
 
 def test_depth_points_at_the_evidence():
