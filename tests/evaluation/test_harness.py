@@ -94,6 +94,14 @@ def test_bos_cuts_and_merges_are_counted():
         short_model._pair("a", "bcdefg")
 
 
+@pytest.fixture(autouse=True)
+def no_hub(tmp_path, monkeypatch):
+    """The harness looks at local files only, keeps its copies in the test's folder, and the environment is restored."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
 @pytest.fixture
 def tasks(tmp_path):
     """A folder of two task files on local data: four choices, and the perplexity of a text."""
@@ -116,8 +124,7 @@ def tasks(tmp_path):
     return tmp_path
 
 
-def test_the_real_harness_runs_local_tasks(tasks, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+def test_the_real_harness_runs_local_tasks(tasks):
     reader, said = Bigrams(TABLE), []
     session = Session(reader, reader, BYTES, samples=0, train_length=64, say=said.append)
     parser = argparse.ArgumentParser()
@@ -132,8 +139,7 @@ def test_the_real_harness_runs_local_tasks(tasks, tmp_path, monkeypatch):
     assert len(said) == len(session.rows)
 
 
-def test_a_task_of_the_harness_on_a_local_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+def test_a_task_of_the_harness_on_a_local_file(tmp_path):
     rows = [{"goal": "g", "sol1": "ax", "sol2": "xy", "label": label} for label in (0, 1, 1)]
     (tmp_path / "piqa.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     reader = Bigrams(TABLE)
