@@ -16,6 +16,7 @@ from tests.train.small import small as small_run
 from tests.train.small import text_file
 
 TOLERANCE = 1e-5  # of the largest entry of each gradient
+QUICK = "model.attention_impl=reference"  # dense attention compiles fastest
 # What every suite runs: priors, counts, gates and products over heads, parameters and tokens that are spread.
 ALWAYS = {("bam+ssmax", "2×4"), ("bam+ssmax", "context 4"), ("fox+ssmax", "context 4"), ("path+fox", "mixed")}
 
@@ -55,7 +56,7 @@ def test_grouped_keys_and_chunks_of_two_tokens(changes: tuple[str, ...]) -> None
     "changes", [pytest.param((), marks=pytest.mark.slow), ("model.remat=attention", *MESHES["mixed"])]
 )
 def test_layers_as_a_loop_are_the_same_layers(changes: tuple[str, ...]) -> None:
-    spec = ("position=rope+window(5),bam+ssmax", "model.layers=4")
+    spec = ("position=rope+window(5),bam+ssmax", "model.layers=4", QUICK)
     want, want_gradient = loss_and_gradients(*spec)
     got, gradient = loss_and_gradients(*spec, "model.scan=true", *changes)
     assert abs(got - want) <= TOLERANCE * abs(want)
@@ -65,7 +66,7 @@ def test_layers_as_a_loop_are_the_same_layers(changes: tuple[str, ...]) -> None:
 
 def steps(*overrides: str) -> tuple[list[float], Any]:
     """Losses of three optimiser steps and the parameters after them."""
-    config = small("position=bam+ssmax", "train.accumulate=2", "optim.name=radam", *overrides)
+    config = small("position=bam+ssmax", "train.accumulate=2", "optim.name=radam", QUICK, *overrides)
     model = build_model(config)
     declared = declare(model)
     optimizer = optimizer_of(config, declared)
@@ -115,9 +116,8 @@ def test_a_run_continues_on_another_mesh(tmp_path: Any) -> None:
         losses[name].append(result.evaluation["loss"])
     np.testing.assert_allclose(losses["many"], losses["one"], rtol=TOLERANCE)
     info = checkpoint.describe(tmp_path / "many")
-    assert {a.placement for a in info.params if a.name.endswith("query")} == {
-        "PartitionSpec('fsdp', 'tensor', None) on (data=1, fsdp=1, tensor=2, context=2)"
-    }
+    (placement,) = {a.placement for a in info.params if a.name.endswith("query")}
+    assert placement.endswith("('fsdp', 'tensor', None) on (data=1, fsdp=1, tensor=2, context=2)")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Any) -> None:
         (("model.kv_heads=2", "mesh.tensor=4"), ("model.kv_heads=2", "mesh.tensor=4")),
         (("model.mlp_dim=25", "mesh.tensor=2"), ("model.mlp_dim=25", "mesh.tensor=2")),
         (("model.vocab_size=81", "mesh.tensor=2"), ("model.vocab_size=81", "mesh.tensor × mesh.fsdp=2")),
-        (("mesh.fsdp=3", "data.batch_size=9"), ("model.dim=16", "mesh.fsdp=3")),
+        (("mesh.fsdp=3", "data.batch_size=9", "model.vocab_size=81"), ("model.dim=16", "mesh.fsdp=3")),
         (("mesh.data=2", "mesh.fsdp=8"), ("data.batch_size / train.accumulate=8", "mesh.data × mesh.fsdp=16")),
         (("train.accumulate=4", "mesh.data=4"), ("data.batch_size / train.accumulate=2", "mesh.data × mesh.fsdp=4")),
         (("mesh.context=3",), ("data.sequence_length=32", "2 × mesh.context=6")),
