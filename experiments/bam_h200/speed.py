@@ -1,0 +1,213 @@
+"""Tokens per second of the train step beside an equivalent PyTorch model, in one run:
+
+    python -m experiments.bam_h200.speed                     every cell, about 15 minutes on one H200
+    python -m experiments.bam_h200.speed --shapes 432m 1.1b
+    python -m experiments.bam_h200.speed --minutes 5         start no shape after that; call again to go on
+
+A cell is a model shape and what trains it: a positional scheme of bampath or PyTorch (transformers' Llama with RoPE,
+torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own, so that memory is its own. Rows
+go to a file (--out); a shape whose rows are all there is not run again. `ratio` is tokens per second over those of
+PyTorch, and of our RoPE, at the same shape in the same run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bampath.config import Config, get
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "speed.json"
+SCHEMES = ("rope", "bam+ssmax", "path+fox")
+WINDOWS, WINDOW_SECONDS, WARM_UP = 5, 1.0, 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named configuration with `heads` heads, trained on `batch` rows of `length` tokens."""
+
+    name: str
+    base: str
+    heads: int
+    batch: int
+    length: int
+
+    def config(self, scheme: str) -> Config:
+        """What bampath trains: AdamW as in PyTorch, rows of one document as PyTorch's model takes them."""
+        return get(
+            self.base,
+            f"model.heads={self.heads}",
+            f"position={scheme}",
+            f"data.sequence_length={self.length}",
+            f"data.batch_size={self.batch}",
+            "data.document_mask=false",
+            "train.accumulate=1",
+            "optim.name=adamw",
+        )
+
+
+SHAPES = (
+    Shape("120m-heads-of-48", "l12", 16, 96, 512),
+    Shape("120m-heads-of-64", "l12", 12, 96, 512),
+    Shape("120m-long", "l12", 12, 12, 4096),
+    Shape("432m", "l14.2", 24, 16, 2048),
+    Shape("1.1b", "llama1b", 32, 4, 4096),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A shape, and a scheme of bampath or "torch"."""
+
+    shape: Shape
+    what: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name} {self.what}"
+
+
+CELLS = tuple(Cell(shape, what) for shape in SHAPES for what in ("torch", *SCHEMES))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bam_h200.speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shapes, cases = [shape.name for shape in SHAPES], ["torch", *SCHEMES]
+    parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes, metavar="NAME", help=", ".join(shapes))
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases, metavar="NAME", help=", ".join(cases))
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no shape after this long (default 60)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"results (default {RESULTS.name} beside this file)")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # how the parent starts a cell's own process
+    options = parser.parse_args(argv)
+    if options.cell:
+        print(json.dumps(measure(named(options.cell))), flush=True)
+        return
+    cells = [cell for cell in CELLS if cell.shape.name in options.shapes and cell.what in options.cases]
+    run(cells, options.out, options.minutes)
+
+
+def named(name: str) -> Cell:
+    """The cell called `name`. ValueError if there is none."""
+    for cell in CELLS:
+        if cell.name == name:
+            return cell
+    raise ValueError(f"no cell is called {name!r}; there are: {', '.join(cell.name for cell in CELLS)}")
+
+
+def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
+    """Run the shapes that have no complete set of rows yet and write the file after each cell.
+
+    A shape is done in one go, so that its ratios compare what ran side by side.
+    """
+    from bampath.evaluation.results import write_results
+
+    kept: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"env": {}, "rows": []}
+    begin = time.monotonic()
+    for shape in dict.fromkeys(cell.shape for cell in cells):
+        mine = [cell for cell in cells if cell.shape == shape]
+        if {cell.what for cell in mine} <= {row["case"] for row in kept["rows"] if row["shape"] == shape.name}:
+            continue
+        if time.monotonic() - begin > 60 * minutes:
+            print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
+            break
+        kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape.name]
+        for cell in mine:
+            row, env = spawn(cell)
+            if row is not None:
+                kept["env"] |= env
+                kept["rows"] = with_ratios([*kept["rows"], row])
+                write_results(out, kept["env"], kept["rows"])
+                print(show(kept["rows"][-1]), flush=True)
+
+
+def spawn(cell: Cell) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(row, environment) of a cell run in a new process; (None, {}) after showing why it failed."""
+    command = [sys.executable, "-m", "experiments.bam_h200.speed", "--cell", cell.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{cell.name} failed:\n" + "\n".join(done.stderr.splitlines()[-15:]), flush=True)
+        return None, {}
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result["row"], result["env"]
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row's tokens per second over PyTorch's and over our RoPE's at its shape."""
+    rate = {(row["shape"], row["case"]): row["tokens_per_second"] for row in rows}
+    for row in rows:
+        peers = {peer: rate.get((row["shape"], peer)) for peer in ("torch", "rope")}
+        row["ratio"] = {peer: row["tokens_per_second"] / value for peer, value in peers.items() if value}
+    return rows
+
+
+def show(row: dict[str, Any]) -> str:
+    ratios = "  ".join(f"{value:.2f} × {peer}" for peer, value in row["ratio"].items())
+    name = f"{row['shape']} {row['case']}"
+    return (
+        f"{name:<32} {row['tokens_per_second']:>9,.0f} tokens/s  {row['mfu']:.1%} MFU  "
+        f"{(row['memory_bytes'] or 0) / 2**30:.1f} GiB  {ratios}"
+    )
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """{"row", "env"} of one cell, in this process."""
+    from bampath.flops import body_parameters, peak_flops, train_flops_per_token
+    from experiments.bam_h200 import step_jax, step_torch
+
+    shape = cell.shape
+    config = shape.config("rope" if cell.what == "torch" else cell.what)
+    begin = time.monotonic()
+    runner = step_torch.build(config) if cell.what == "torch" else step_jax.build(config)
+    runner.steps(WARM_UP)
+    compiled = time.monotonic() - begin
+    tokens = shape.batch * shape.length
+    count = max(1, round(WINDOW_SECONDS / max(1e-3, seconds(runner, 2) / 2)))
+    rates = sorted(tokens * count / seconds(runner, count) for _ in range(WINDOWS))
+    flops = train_flops_per_token(config.model, body_parameters(config.model), shape.length)
+    peak = peak_flops(runner.device)
+    row: dict[str, Any] = {
+        "case": cell.what,
+        "shape": shape.name,
+        "impl": "torch" if cell.what == "torch" else "bampath",
+        "pass": "train_step",
+        "B": shape.batch,
+        "T": shape.length,
+        "H": shape.heads,
+        "D": config.model.head_dim,
+        "dtype": "bfloat16",
+        "parameters": runner.parameters,
+        "ms": 1e3 * tokens / rates[WINDOWS // 2],
+        "ms_min": 1e3 * tokens / rates[-1],
+        "ms_max": 1e3 * tokens / rates[0],
+        "tokens_per_second": rates[WINDOWS // 2],
+        "mfu": rates[WINDOWS // 2] * flops.causal / peak if peak else None,
+        "mfu_all_pairs": rates[WINDOWS // 2] * flops.full / peak if peak else None,
+        "memory_bytes": runner.memory(),
+        "setup_seconds": compiled,
+        "loss": runner.loss(),
+        "where": runner.profile(),
+    }
+    return {"row": row, "env": runner.environment()}
+
+
+def seconds(runner: Any, count: int) -> float:
+    begin = time.perf_counter()
+    runner.steps(count)
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
