@@ -129,11 +129,11 @@ def _compile(lowered: Any) -> Any:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise DoesNotFit(str(error).splitlines()[0], _wanted(str(error))) from None
+        raise DoesNotFit(str(error).splitlines()[0], wanted_bytes(str(error))) from None
 
 
-def _wanted(message: str) -> float | None:
-    """The bytes that a compiler's message says a program needs (`Used 17.03G of 15.75G hbm`)."""
+def wanted_bytes(message: str) -> float | None:
+    """The bytes that a compiler's message says a program needs (`Used 17.03G of 15.75G hbm`); None if it does not."""
     match = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message) or re.search(
         r"\(([\d.]+)([KMGT])\) exceeds available HBM", message
     )

@@ -59,6 +59,7 @@ CASES = (
         lane=False,
     ),
     Case("bam-1.1b", "v5e:2x2", ("data.batch_size=128",), lane=False),
+    Case("bam-1.1b", "v5e:2x2", lane=False),  # does not fit
 )
 
 

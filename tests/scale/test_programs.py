@@ -9,7 +9,7 @@ from bampath.step import abstract_state, build_model, declare, make_train_step, 
 from launch import compile as command
 from launch.chips import Chip, chip_of
 from launch.hlo import Collective, collectives, summary
-from launch.program import DoesNotFit, Program, compile_step, rows_of
+from launch.program import DoesNotFit, Program, compile_step, rows_of, wanted_bytes
 from launch.roofline import estimate
 from tests.scale.small import LENGTH, MESHES, ROWS, small
 
@@ -191,6 +191,24 @@ def test_the_largest_batch_that_fits_is_found(limit: int) -> None:
     text = command.report(row)
     assert "DOES NOT FIT: it needs 20.00 GiB of 15.75 GiB" in text
     assert (f"data.batch_size={limit * 16}:" in text) if limit else ("nor does one row per chip" in text)
+
+
+@pytest.mark.parametrize(
+    ("message", "gibibytes"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded by 1.8G",
+            17.5,
+        ),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (400.00G) exceeds available HBM",
+            400,
+        ),
+        ("RESOURCE_EXHAUSTED: something else", None),
+    ],
+)
+def test_what_a_compiler_says_it_needs_is_read(message: str, gibibytes: float | None) -> None:
+    assert wanted_bytes(message) == (None if gibibytes is None else gibibytes * 2**30)
 
 
 def test_a_report_of_a_real_program() -> None:
