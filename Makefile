@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-slow test-tpu lint types format clean
+.PHONY: help demo test test-slow test-tpu test-tpu-all lint types format clean
 
 help:
 	@echo "make demo       train and compare positional schemes on real text (about 8 minutes on 2 cores)"
 	@echo "make test       the test suite"
-	@echo "make test-slow  the tests that the suite leaves out (about 20 minutes on 2 cores)"
-	@echo "make VENV=build/venv-tpu test-tpu   compile the TPU kernels ahead of time"
+	@echo "make test-slow  the tests that the suite leaves out (about an hour on 2 cores)"
+	@echo "make VENV=build/venv-tpu test-tpu       compile the TPU kernels ahead of time (test-tpu-all: and whole train steps)"
 	@echo "make lint types format"
 
 $(VENV)/.run: requirements.txt
@@ -34,6 +34,10 @@ test-slow: $(VENV)/.dev
 
 # libtpu compiles for TPU topologies on an ordinary machine; it needs an environment of its own and one process.
 test-tpu: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt
+	$(BIN)/python -m pytest tests -m "aot and not slow"
+
+test-tpu-all: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt
 	$(BIN)/python -m pytest tests -m aot
 

@@ -76,7 +76,8 @@ def test_the_named_configuration_is_the_compiled_shape() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: requirements-tpu.txt")
 @pytest.mark.aot
-@pytest.mark.timeout(1200)
+@pytest.mark.slow  # minutes per topology: `make test-tpu-all`
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("case", "topology"),
     [*((aot.CASES[0], topology) for topology in aot.TOPOLOGIES), (aot.CASES[1], aot.TOPOLOGIES[0])],
