@@ -10,7 +10,12 @@ from bampath.step import build_model, declare
 from experiments.pod_compile import run as study
 from launch.compile import resolve
 
-LANE = [case for case in study.CASES if case.lane]
+# One case per run of `make test-tpu`; each of the others costs minutes and waits for `make test-tpu-all`.
+LANE = [
+    case if case.name == "bam-120m@v5e:4x4" else pytest.param(case, marks=pytest.mark.slow)
+    for case in study.CASES
+    if case.lane
+]
 DEVICES = {"v5e:4x4": 16, "v5p:2x2x2": 8, "v6e:4x4": 16}
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
