@@ -1,0 +1,99 @@
+"""How good is ALiBi made of random blocks? Masks, outputs and block sizes against theory:
+
+    python -m experiments.positional_lsh.run                     about 5 minutes on 2 CPU cores
+    python -m experiments.positional_lsh.run --checkpoint RUN    attention inputs from this model (its scheme: alibi)
+
+Writes results.json, report.md and figures to --out (default: beside this script).
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+STEPS = 400  # of the small ALiBi model that gives attention inputs, if no checkpoint does
+LENGTHS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.positional_lsh.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", type=Path, help="a run whose scheme is alibi (default: train a small one)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of masks and outputs (default 1024)")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of each setting (default 5)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
+    options = parser.parse_args(argv)
+    from bampath.evaluation.results import environment, write_results
+    from experiments.positional_lsh.convergence import Plan, block_rows, mask_rows
+    from experiments.positional_lsh.report import report, write_figures
+
+    plan = Plan(length=options.length, seeds=options.seeds)
+    rows = list(mask_rows(plan))
+    print(f"masks: {len(rows)} rows")
+    rows += block_rows(LENGTHS, 32.0, 10, plan.delta, 20)
+    with tempfile.TemporaryDirectory() as folder:
+        rows += outputs(options.checkpoint or train(Path(folder) / "alibi"), plan)
+    facts = {"length": plan.length, "seeds": plan.seeds, "delta": plan.delta, "steps": STEPS}
+    write_results(options.out / "results.json", environment(), rows, study=facts)
+    write_figures(options.out / "figures", rows)
+    text = report({"study": facts, "rows": rows})
+    (options.out / "report.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def train(run_dir: Path) -> Path:
+    """A small ALiBi model on the default corpus, one to two minutes."""
+    from bampath.config import get
+    from bampath.train import fit
+
+    changes = (
+        "position=alibi",
+        "model.heads=8",
+        f"train.steps={STEPS}",
+        "train.log_every=100",
+        "train.tensorboard=false",
+    )
+    fit(get("tiny", *changes), run_dir)
+    return run_dir
+
+
+def outputs(run: Path, plan: Any) -> list[dict[str, Any]]:
+    """Errors of attention outputs on the model's own q, k, v for held-out text, layer by layer."""
+    import jax.numpy as jnp
+
+    from bampath.attention import Attention
+    from bampath.data import load_corpus
+    from bampath.load import load
+    from bampath.positions.alibi import alibi_slopes
+    from experiments.positional_lsh.convergence import output_rows
+
+    loaded = load(run)
+    if loaded.config.model.position != "alibi":
+        raise ValueError(
+            f"{run} is a model of {loaded.config.model.position!r}; attention inputs of an alibi model are wanted"
+        )
+    corpus = load_corpus(loaded.config.data, "validation", loaded.tokenizer)
+    tokens = jnp.asarray(corpus.tokens[: plan.length], jnp.int32)[None]
+    projections = lambda module, method: isinstance(module, Attention) and method == "_project"
+    _, state = loaded.model.apply(
+        {"params": loaded.params}, tokens, capture_intermediates=projections, mutable=["intermediates"]
+    )
+    rows: list[dict[str, Any]] = []
+    for layer in range(loaded.config.model.layers):
+        q, k, v = state["intermediates"][f"layer_{layer}"]["attention"]["_project"][0]
+        rows += output_rows(q, k, v, plan, layer, alibi_slopes(loaded.config.model.heads))
+        print(f"outputs of layer {layer}")
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
