@@ -1,4 +1,4 @@
-"""The study of positional LSH on a small plan: its rows respect the bounds they carry, its figures and report are made."""
+"""The study of positional LSH on a small plan: its rows respect their bounds, its figures and its report are made."""
 
 import jax
 import jax.numpy as jnp
