@@ -4,11 +4,11 @@ A backend is a module with `supports(call, combine) -> None | reason` and `atten
 differentiable in q, k, v (and lse, for "shared"), imported only when it is first considered.
 """
 
-import importlib
 from typing import Any
 
 import jax
 
+from kernels import backends
 from kernels.lsh.call import Call, Combine, check_combine, make_call
 from kernels.lsh.grids import sample_grids
 
@@ -20,20 +20,8 @@ PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu
 
 
 def choose(call: Call, combine: Combine, implementation: str | None = None) -> str:
-    """The backend that serves the call: the named one, or the first of the platform's PREFERENCE that can.
-
-    ValueError for an unknown name, and for a named backend that cannot serve the call, with its reason.
-    """
-    if implementation is not None and implementation not in BACKENDS:
-        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, BACKENDS))} or None")
-    names = (implementation,) if implementation else PREFERENCE.get(jax.default_backend(), ("xla",))
-    reasons = {}
-    for name in names:
-        reason = importlib.import_module(BACKENDS[name]).supports(call, combine)
-        if reason is None:
-            return name
-        reasons[name] = reason
-    raise ValueError("this call cannot be served: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
+    """The backend that serves the call, see `kernels.backends.choose`."""
+    return backends.choose(BACKENDS, PREFERENCE, implementation, call, combine)
 
 
 def lsh_attention(
@@ -80,6 +68,6 @@ def lsh_attention(
     if return_lse and combine == "mean":
         raise ValueError("return_lse=True needs combine='shared': a mean of softmaxes has no common normaliser")
     call = make_call(q, k, v, widths, offsets, segment_ids=segment_ids, causal=causal, scale=scale)
-    o, lse = importlib.import_module(BACKENDS[choose(call, combine, implementation)]).attend(call, combine)
+    o, lse = backends.load(BACKENDS, choose(call, combine, implementation)).attend(call, combine)
     o = o.astype(q.dtype)
     return (o, lse) if return_lse else o

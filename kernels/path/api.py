@@ -13,11 +13,11 @@ prior.params and through lse, deterministic, with O(T) memory. To add one: write
 its place to PREFERENCE.
 """
 
-import importlib
 from typing import Any
 
 import jax
 
+from kernels import backends
 from kernels.attention.api import DistancePrior
 from kernels.path.call import PathCall, make_call
 
@@ -35,28 +35,9 @@ BACKENDS: dict[str, str] = {
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
 
 
-def _load(name: str) -> Any:
-    return importlib.import_module(BACKENDS[name])
-
-
 def choose(call: PathCall, implementation: str | None = None) -> str:
-    """The backend that serves `call`: the named one, or the first in the platform's PREFERENCE that can.
-
-    Raises ValueError for an unknown name, for a named backend that cannot serve the call (with its reason; it never
-    falls back), and when no backend can.
-    """
-    if implementation is not None and implementation not in BACKENDS:
-        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, BACKENDS))} or None")
-    names = (implementation,) if implementation else PREFERENCE.get(jax.default_backend(), ("xla",))
-    reasons = {}
-    for name in names:
-        reason = _load(name).supports(call)
-        if reason is None:
-            return name
-        reasons[name] = reason
-    if implementation:
-        raise ValueError(f"implementation={implementation!r} cannot serve this call: {reasons[implementation]}")
-    raise ValueError("no backend can serve this call: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
+    """The backend that serves `call`, see `kernels.backends.choose`."""
+    return backends.choose(BACKENDS, PREFERENCE, implementation, call)
 
 
 def path_attention(
@@ -123,6 +104,6 @@ def path_attention(
         sharpen_prior=sharpen_prior,
         scale=scale,
     )
-    o, lse = _load(choose(call, implementation)).attend(call)
+    o, lse = backends.load(BACKENDS, choose(call, implementation)).attend(call)
     o = o.astype(q.dtype)
     return (o, lse) if return_lse else o

@@ -1,5 +1,6 @@
 """The public entry point: every error names the argument, dispatch never falls back, layouts share one compilation."""
 
+import sys
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import api, reference
+from kernels.attention import api
 from kernels.attention.api import DistancePrior, attention
 from tests.kernels.attention import support
 
@@ -150,7 +151,7 @@ class Picky:
 
 def test_a_named_backend_never_falls_back_and_the_choice_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(api.BACKENDS, "picky", "picky")
-    monkeypatch.setattr(api, "_load", lambda name: Picky if name == "picky" else reference)
+    monkeypatch.setitem(sys.modules, "picky", Picky)
     with pytest.raises(ValueError, match="implementation='picky' cannot serve this call: head_dim=8 is not 64"):
         attention(**arrays(implementation="picky"))
     monkeypatch.setitem(api.PREFERENCE, "cpu", ("picky", "xla"))
