@@ -4,7 +4,7 @@
     python -m experiments.extrapolation.commands --only setup test
 
 Clones the repository's last commit into a temporary folder and times the set-up that both commands begin with, then
-each command after it. Writes commands.json and the lines about it in the study's README.
+each command after it. Writes commands.json (steps not asked for keep their rows) and the lines about it in the study's README.
 """
 
 import argparse
@@ -36,13 +36,25 @@ def measure(clone: Path, steps: Sequence[str]) -> list[dict[str, Any]]:
         start = time.monotonic()
         done = subprocess.run(STEPS[case], cwd=clone, env=environ, capture_output=True, text=True, check=False)
         closing = CLOSING.findall(done.stdout)
-        row = {"case": case, "command": " ".join(STEPS[case]), "seconds": round(time.monotonic() - start, 1)}
+        row = {
+            "case": case,
+            "date": time.strftime("%Y-%m-%dT%H:%M"),
+            "command": " ".join(STEPS[case]),
+            "seconds": round(time.monotonic() - start, 1),
+        }
         rows.append(row | {"status": done.returncode, "closing": closing[-1].strip() if closing else ""})
         print(rows[-1], flush=True)
         if done.returncode:
             print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
             break
     return rows
+
+
+def with_kept(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and those of other steps that `path` already holds, in the steps' order."""
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    by_step = {row["case"]: row for row in (*kept, *rows)}
+    return [by_step[case] for case in STEPS if case in by_step]
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -75,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "clone", "--quiet", str(HERE.parent.parent), folder], check=True)
         rows = measure(Path(folder), [step for step in STEPS if step in options.only])
-    results = {"env": environment(), "rows": rows}
+    results = {"env": environment(), "rows": with_kept(HERE / "commands.json", rows)}
     (HERE / "commands.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     replace_between(HERE / "README.md", BEGIN, END, f"\n{summary(results)}\n")
     return max(row["status"] for row in rows)

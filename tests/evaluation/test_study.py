@@ -203,7 +203,9 @@ def test_what_the_commands_cost_is_measured_and_written(tmp_path, monkeypatch):
     assert "| test | `make test` | 0 | 2 | 1 failed, 2 passed in 3.21s |" in text
     assert text.endswith("after\n")
     assert commands.main(["--only", "setup"]) == 0
-    assert "make demo" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+    kept = json.loads((tmp_path / "commands.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["case"] for row in kept] == ["setup", "demo", "test"]
+    assert "make demo" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 def _without_clone(real):
