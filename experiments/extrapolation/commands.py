@@ -4,7 +4,7 @@
     python -m experiments.extrapolation.commands --only setup test
 
 Clones the repository's last commit into a temporary folder and times the set-up that both commands begin with, then
-each command after it. Writes commands.json (steps not asked for keep their rows) and the lines about it in the study's README.
+each command after it. Writes commands.json (steps not asked for keep their rows) and the table in the study's README.
 """
 
 import argparse
