@@ -5,6 +5,7 @@ Arguments are the fields of `DataConfig`, written key=value. `--check` compares 
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 
 from bampath.data.config import DataConfig
@@ -38,4 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -16,6 +16,7 @@ from bampath.evaluation.passkey import evaluate as evaluate_passkey
 from bampath.evaluation.perplexity import PositionLoss, loss_by_position, rows_of
 from bampath.evaluation.reader import ModelReader
 from bampath.evaluation.results import write_json
+from bampath.flops import body_parameters
 from bampath.metrics import read as read_metrics
 from bampath.step import build_model, declare
 from bampath.train import Result, fit
@@ -110,7 +111,7 @@ def _training_row(cell: Cell, config: Config, run_dir: Path, result: Result, tra
         "tokens": result.step * config.data.batch_size * config.data.sequence_length,
         "loss": result.train.get("loss"),
         "parameters": declared.count,
-        "positional_parameters": declared.count_of("prior", "sharpness", "position"),
+        "positional_parameters": declared.count - body_parameters(config.model),
         "tokens_per_second": statistics.median(rates) if rates else None,
         "training_seconds": round(trained, 2),
         "evaluation_seconds": round(measured, 2),
