@@ -46,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         return refuse(error)
+    if stop.by and result.step < config.train.steps:
+        print(f"saved after step {result.step}: python -m experiments.train --resume --run-dir {run_dir}")
+        return 128 + stop.by
     print(f"done: {result.step} steps in {run_dir}; look at it with python -m bampath.inspect {run_dir}")
-    return 128 + stop.by if stop.by else 0
+    return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -137,4 +137,6 @@ def test_an_interrupt_saves_and_a_second_one_would_stop_at_once(tmp_path, capsys
     assert status == 128 + signal.SIGTERM
     assert after == signal.SIG_DFL
     assert checkpoint.describe(tmp_path / "run").step == 1
-    assert "stopped after step 1; continue with --resume" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "stopped after step 1; continue with --resume" in out
+    assert f"python -m experiments.train --resume --run-dir {tmp_path / 'run'}" in out
