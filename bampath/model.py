@@ -82,6 +82,8 @@ class LM(nn.Module):
     def setup(self) -> None:
         c = model_config(self.config)
         self.scheme = parse(c.position)
+        if c.scan:
+            scan_period(c)  # refuses what cannot run as a loop while nothing has been allocated
         embedding_init = nn.initializers.normal(1.0 if c.init == "torch" else c.init_std)
         self.embedding = self.param(
             "embedding", tagged(embedding_init, ("vocab", "embed"), "embedding"), (c.vocab_size, c.dim)

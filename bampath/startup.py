@@ -19,6 +19,7 @@ from bampath.optim import learning_rate
 from bampath.positions.registry import parse
 from bampath.step import Declared, build_model, declare
 from kernels.attention import api as attention_api
+from kernels.lsh import api as lsh_api
 from kernels.path import api as path_api
 
 
@@ -116,7 +117,7 @@ def kernels(config: Config) -> list[str]:
             return model.apply({"params": params}, tokens, ids, method="features")
 
     shapes = declare(model).shapes
-    with _noting(attention_api, "attention", found), _noting(path_api, "path", found):
+    with _noting(attention_api, "attention", found), _noting(path_api, "path", found), _noting(lsh_api, "lsh", found):
         jax.eval_shape(forward, shapes, tokens)
     return found
 
@@ -127,8 +128,8 @@ def _noting(api: Any, op: str, found: list[str]) -> Iterator[None]:
     but overheard."""
     choose = api.choose
 
-    def noted(call: Any, implementation: str | None = None) -> str:
-        found.append(f"{op} {(name := choose(call, implementation))}")
+    def noted(*call: Any) -> str:
+        found.append(f"{op} {(name := choose(*call))}")
         return name
 
     api.choose = noted

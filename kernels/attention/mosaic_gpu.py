@@ -22,8 +22,8 @@ SHARED_MEMORY = 227 * 1024  # bytes that a block on Hopper can have
 KEYS_AT_ONCE = 256
 
 
-def supports(call: Call) -> str | None:
-    """None, or why these kernels cannot serve the call."""
+def machine_lacks() -> str | None:
+    """None, or what this machine lacks for Mosaic GPU kernels."""
     if jax.__version_info__ < (0, 11, 2):
         return f"needs jax >= 0.11.2, this is {jax.__version__}"
     if jax.default_backend() != "gpu":
@@ -31,7 +31,12 @@ def supports(call: Call) -> str | None:
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if not str(capability).startswith("9."):
         return f"needs an NVIDIA Hopper GPU (compute capability 9.x), this one has {capability}"
-    return refusal(call)
+    return None
+
+
+def supports(call: Call) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    return machine_lacks() or refusal(call)
 
 
 def refusal(call: Call) -> str | None:

@@ -28,14 +28,7 @@ LARGEST_ARRAY = 2**31
 
 def supports(call: PathCall) -> str | None:
     """None, or why these kernels cannot serve the call."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax >= 0.11.2, this is {jax.__version__}"
-    if jax.default_backend() != "gpu":
-        return f"needs an NVIDIA Hopper GPU, the default backend is {jax.default_backend()}"
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if not str(capability).startswith("9."):
-        return f"needs an NVIDIA Hopper GPU (compute capability 9.x), this one has {capability}"
-    return refusal(call)
+    return mosaic_gpu.machine_lacks() or refusal(call)
 
 
 def refusal(call: PathCall) -> str | None:

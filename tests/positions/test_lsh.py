@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bampath import startup
 from bampath.config import get
 from bampath.model import LM, init_cache
 from bampath.params import unbox
@@ -12,6 +13,7 @@ from bampath.positions import parse
 from bampath.positions.alibi import alibi_slopes
 from bampath.positions.lsh import LSH
 from bampath.positions.slots import Geometry
+from bampath.step import declare
 
 GEOMETRY = Geometry(dim=8, heads=4, kv_heads=2, head_dim=8, layer=1, layers=2, train_length=32)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (2, 40)), jnp.int32)
@@ -115,6 +117,10 @@ def test_explicit_positions_and_one_program_for_all_layers_are_refused() -> None
     model, params = build("lsh")
     with pytest.raises(ValueError, match="no explicit positions"):
         model.apply(params, TOKENS, None, jnp.broadcast_to(jnp.arange(40), (2, 40)))
-    scan = LM(get("tiny", "position=lsh", "model.scan=true", "model.dim=16").model)
+    config = get("tiny", "position=lsh", "model.scan=true", "model.dim=16")
     with pytest.raises(ValueError, match="lsh draws differently in each layer"):
-        scan.apply(params, TOKENS)
+        declare(LM(config.model))  # before anything is allocated
+
+
+def test_the_banner_names_the_kernel_of_every_layer() -> None:
+    assert startup.kernels(get("tiny", "position=lsh,rope")) == ["lsh xla", "attention xla"]

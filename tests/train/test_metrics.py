@@ -11,6 +11,7 @@ from bampath import config, progress
 from bampath.flops import Flops, body_parameters, peak_flops, train_flops_per_token
 from bampath.metrics import Mean, Writer, read
 from bampath.progress import Progress, Speed
+from bampath.step import build_model, declare
 
 
 def test_means_are_weighted_by_their_counts():
@@ -132,3 +133,14 @@ def test_a_bar_in_a_terminal():
     assert "loss 2.5000" in out.getvalue()
     assert " 10/200" in out.getvalue()
     assert "[evaluated]" in out.getvalue()
+
+
+def test_every_option_of_the_decoder_is_counted() -> None:
+    """By formula as by tracing: biases, QK-norm, grouped heads and tied embeddings."""
+    for options in (
+        (),
+        ("model.qkv_bias=true",),
+        ("model.qk_norm=true", "model.kv_heads=2", "model.tie_embeddings=true"),
+    ):
+        tiny = config.get("tiny", "position=nope", *options)
+        assert body_parameters(tiny.model) == declare(build_model(tiny)).count, options

@@ -12,7 +12,7 @@ from kernels.attention.api import DistancePrior, attention
 from kernels.lsh import xla
 from kernels.lsh.api import lsh_attention, sample_grids
 from kernels.lsh.call import COMBINE, Call, make_call
-from tests.helpers import x64
+from tests.helpers import relative_rms, x64
 
 Arrays = dict[str, Any]
 
@@ -115,6 +115,22 @@ def test_dtypes_and_the_chosen_backend(dtype: str) -> None:
     want = lsh_attention(**wide, widths=widths, offsets=offsets, implementation="reference")
     assert got.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol={"float32": 1e-5}.get(dtype, 2e-2))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float16", 3e-3)])
+@pytest.mark.parametrize("combine", COMBINE)
+def test_gradients_of_half_precision_are_near_the_oracle(dtype: str, limit: float, combine: Any) -> None:
+    """Packed rows, grouped heads, an odd length: relative error of every gradient against the dense form in float32."""
+    arrays, (widths, offsets) = draw(12), grids(12)
+    weights = jnp.asarray(np.random.default_rng(13).normal(size=arrays["q"].shape), jnp.float32)
+    options: Arrays = {"widths": widths, "offsets": offsets, "combine": combine, "segment_ids": packed(12)}
+    narrow = {n: x.astype(dtype) for n, x in arrays.items()}
+    wide = {n: x.astype(jnp.float32) for n, x in narrow.items()}
+    got = jax.grad(lambda a: objective(a, weights, implementation="xla", **options))(narrow)
+    want = jax.grad(lambda a: objective(a, weights, implementation="reference", **options))(wide)
+    for name in arrays:
+        assert got[name].dtype == jnp.dtype(dtype)
+        assert relative_rms(got[name].astype(jnp.float32), want[name]) < limit, name
 
 
 @pytest.mark.parametrize("segments", [False, True])
