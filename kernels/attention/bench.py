@@ -43,6 +43,7 @@ RIVALS = (
     ("fox", "FLA forgetting attention", "fox", "fla"),
 )
 OURS = ("mosaic_gpu", "pallas_triton")
+SETTLE = 2.0  # seconds in which work that is still queued on the GPU ends before anything is timed
 
 
 def environment(commit: str | None) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def run_parts(names: list[str], module: str, limit: float) -> Iterator[tuple[str
         log(f"{name} {'prepared' if part.ready.is_set() else 'is late'}")
     for part in parts.values():
         part.drop_if_late()  # it would go on using the GPU beside the timings
+    time.sleep(SETTLE)
     for name, part in parts.items():
         found = part.finish(60)
         log(f"{name} done, {len(found)} rows")
