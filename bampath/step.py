@@ -208,7 +208,7 @@ def device_batch(config: Config, batch: dict[str, Any]) -> Batch:
     mark padding behind the text, which causality hides, so they are left out as well and kernels need not look at them.
     """
     names = ["tokens", "targets", "weights"] + (["segment_ids"] if config.data.document_mask else [])
-    return sharding.place_batch({name: batch[name] for name in names}, sharding.mesh_of(config))
+    return sharding.place_batch({name: batch[name] for name in names}, sharding.mesh_of(config), config.data.batch_size)
 
 
 def _init(model: nn.Module, key: Array) -> Any:

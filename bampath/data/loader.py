@@ -27,24 +27,18 @@ _ENDLESS = 1 << 48
 
 
 class BatchSource:
-    """Random access to one process's slice of every batch: `source[step]`. Used by grain as a data source."""
+    """Random access to one process's rows of every batch: `source[step]`. Used by grain as a data source."""
 
     def __init__(
         self,
         config: DataConfig,
         corpus: TokenCorpus,
         tokenizer: Tokenizer,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: np.ndarray | None = None,
     ) -> None:
-        if not 0 <= process_index < process_count:
-            raise ValueError(f"process_index={process_index} must be in [0, process_count={process_count})")
-        if config.batch_size % process_count:
-            raise ValueError(f"batch_size={config.batch_size} is not divisible by process_count={process_count}")
         self.config, self.corpus, self.tokenizer = config, corpus, tokenizer
         self.plan = plan_rows(corpus.offsets, config.sequence_length, config.packing)
-        local = config.batch_size // process_count
-        self._slice = process_index * local + np.arange(local, dtype=np.int64)
+        self._slice = checked_rows(rows, config.batch_size)
         share = config.retrieval.share
         self._retrieval = (
             RetrievalRows(config.retrieval, corpus, tokenizer, config.sequence_length, config.seed) if share else None
@@ -54,7 +48,7 @@ class BatchSource:
         return _ENDLESS
 
     def __getitem__(self, step: int) -> Batch:
-        """The batch of `step`, arrays [batch_size / process_count, sequence_length] as in `packing.make_batch`."""
+        """The batch of `step`, arrays [rows of this process, sequence_length] as in `packing.make_batch`."""
         config = self.config
         is_retrieval, index = interleave(int(step) * config.batch_size + self._slice, config.retrieval.share)
         tokens, borders, counts = self.corpus_rows(index[~is_retrieval])
@@ -146,18 +140,28 @@ def make_loader(
     config: DataConfig,
     *,
     part: Part = "train",
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
     corpus: TokenCorpus | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Loader:
     """The loader of a configuration; text and tokenizer may be given instead of being opened.
 
-    process_index of process_count makes its rows of every global batch: their union does not depend on the count.
+    rows: which rows of every global batch this process makes (`bampath.sharding.local_rows`), default: all of them.
+    What a row holds does not depend on who makes it.
     """
     tokenizer = tokenizer or tokenizer_of(config)
     corpus = corpus or load_corpus(config, part, tokenizer)
-    return Loader(BatchSource(config, corpus, tokenizer, process_index, process_count))
+    return Loader(BatchSource(config, corpus, tokenizer, rows))
+
+
+def checked_rows(rows: np.ndarray | None, batch_size: int) -> np.ndarray:
+    """The rows of a batch that a process makes, int64. ValueError unless they ascend within [0, batch_size)."""
+    if rows is None:
+        return np.arange(batch_size, dtype=np.int64)
+    found = np.asarray(rows, np.int64)
+    if found.ndim != 1 or not len(found) or found[0] < 0 or found[-1] >= batch_size or (np.diff(found) <= 0).any():
+        raise ValueError(f"rows={found.tolist()} must ascend within [0, batch_size={batch_size})")
+    return found
 
 
 def identity(source: BatchSource) -> dict[str, Any]:
@@ -194,28 +198,26 @@ def validation_batches(
     config: DataConfig,
     *,
     batches: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
     corpus: TokenCorpus | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Batch]:
     """The held-out text once, in order and without retrieval rows; at most `batches` batches, 0 means all.
 
-    Every token is scored exactly once for any batch size and process count: the last batch is filled up with rows of
-    padding, which have weight 0. All processes get equally many batches.
+    Every token is scored exactly once for any batch size and any sharing out of the rows (as in `make_loader`): the last
+    batch is filled up with rows of padding, which have weight 0. All processes get equally many batches.
     """
     tokenizer = tokenizer or tokenizer_of(config)
     corpus = corpus or load_corpus(config, "validation", tokenizer)
-    source = BatchSource(config, corpus, tokenizer, process_index, process_count)
-    local = config.batch_size // process_count
+    source, mine = BatchSource(config, corpus, tokenizer), checked_rows(rows, config.batch_size)
     total = math.ceil(source.plan.rows / config.batch_size)
     for step in range(min(batches, total) if batches else total):
-        first = step * config.batch_size + process_index * local
-        rows = np.arange(first, min(first + local, source.plan.rows), dtype=np.int64)
-        starts, counts = source.plan.spans(rows, np.zeros_like(rows))
+        places = step * config.batch_size + mine
+        places = places[places < source.plan.rows]
+        starts, counts = source.plan.spans(places, np.zeros_like(places))
         tokens, borders = gather(corpus, starts, counts, config.sequence_length + 1, tokenizer.pad_id)
         batch = make_batch(tokens, borders, counts, None, tokenizer.pad_id, config.document_mask)
-        yield {name: _fill_up(array, local, _PADDING.get(name, tokenizer.pad_id)) for name, array in batch.items()}
+        yield {name: _fill_up(array, len(mine), _PADDING.get(name, tokenizer.pad_id)) for name, array in batch.items()}
 
 
 _PADDING = {"weights": 0, "segment_ids": -1, "positions": 0}

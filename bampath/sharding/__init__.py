@@ -7,7 +7,7 @@ Everything else (projections, norms, MLP, optimiser) is partitioned by XLA. docs
 """
 
 from bampath.sharding.mesh import AXES, current, make_mesh, mesh_of, use
-from bampath.sharding.rules import constrain, place_batch, replicated, state_shardings, weight
+from bampath.sharding.rules import constrain, local_rows, place_batch, replicated, state_shardings, weight
 from bampath.sharding.vocabulary import cross_entropy, lookup
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "constrain",
     "cross_entropy",
     "current",
+    "local_rows",
     "lookup",
     "make_mesh",
     "mesh_of",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -84,12 +85,36 @@ def batch_sharding(mesh: Mesh | None) -> jax.sharding.Sharding:
     return replicated(None) if mesh is None else NamedSharding(mesh, P(BATCH, "context"))
 
 
-def place_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Array]:
-    """Arrays [rows of this process, T] on the devices, rows over data and fsdp, tokens over context."""
+def local_rows(mesh: Mesh | None, rows: int) -> np.ndarray:
+    """Which rows of a batch of `rows` rows lie on devices of this process: int64, in order.
+
+    Processes that share rows (their devices differ along tensor or context only) each have them.
+    """
+    every = np.arange(rows, dtype=np.int64)
+    if mesh is None:
+        return every
+    pieces = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([every[index] for index in pieces.values()]))
+
+
+def place_batch(batch: dict[str, Any], mesh: Mesh | None, rows: int) -> dict[str, Array]:
+    """Arrays [local_rows(mesh, rows), T] as global arrays [rows, T], rows over data and fsdp, tokens over context."""
     if mesh is None:
         return jax.device_put(batch, replicated(None))
-    sharding = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+    sharding, mine = batch_sharding(mesh), local_rows(mesh, rows)
+
+    def whole(array: Any) -> Array:
+        if len(array) != len(mine):
+            raise ValueError(f"a batch has {len(array)} rows, but this process holds {len(mine)} of {rows}")
+
+        def piece(index: tuple[slice, ...]) -> Any:
+            first, end, _ = index[0].indices(rows)
+            start = int(np.searchsorted(mine, first))  # a device's rows are neighbours, also among those of its process
+            return array[start : start + end - first, index[1]]
+
+        return jax.make_array_from_callback((rows, *array.shape[1:]), sharding, piece)
+
+    return {name: whole(array) for name, array in batch.items()}
 
 
 def parameter_shardings(axes: Any, roles: Any, mesh: Mesh) -> Any:

@@ -29,7 +29,7 @@ def assert_equal(a: Batch, b: Batch) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def first(config: DataConfig, corpus: TokenCorpus, steps: int, **kwargs: int) -> list[Batch]:
+def first(config: DataConfig, corpus: TokenCorpus, steps: int, **kwargs: np.ndarray) -> list[Batch]:
     with make_loader(config, corpus=corpus, **kwargs) as loader:
         return [next(loader) for _ in range(steps)]
 
@@ -41,13 +41,13 @@ def test_workers_do_not_change_the_order(corpus: TokenCorpus, workers: int):
         assert_equal(a, b)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_make_slices_of_one_global_batch(corpus: TokenCorpus, count: int):
+@pytest.mark.parametrize("shares", [[range(4), range(4, 8)], [range(0, 8, 2), [1, 3, 7], [5]], [range(8)] * 2])
+def test_processes_make_their_rows_of_one_global_batch(corpus: TokenCorpus, shares: list):
     whole = first(CONFIG, corpus, 5)
-    slices = [first(CONFIG, corpus, 5, process_index=i, process_count=count) for i in range(count)]
-    for step, expected in enumerate(whole):
-        union = {name: np.concatenate([s[step][name] for s in slices]) for name in expected}
-        assert_equal(expected, union)
+    for share in shares:
+        mine = first(CONFIG, corpus, 5, rows=np.asarray(share))
+        for expected, got in zip(whole, mine, strict=True):
+            assert_equal({name: array[list(share)] for name, array in expected.items()}, got)
 
 
 def test_the_batch_is_a_function_of_seed_and_step(corpus: TokenCorpus):
@@ -68,7 +68,7 @@ def test_resume_continues_exactly(corpus: TokenCorpus, workers: int):
         for _ in range(5):
             next(loader)
         state = json.loads(json.dumps(loader.state()))
-    with make_loader(config, corpus=corpus, process_index=0, process_count=1) as loader:
+    with make_loader(config, corpus=corpus) as loader:
         next(loader)  # restoring also works in the middle of another iteration
         loader.restore(state)
         for expected in uninterrupted[5:]:
@@ -88,11 +88,11 @@ def test_resume_at_step_one_million_is_immediate(corpus: TokenCorpus):
 
 def test_resume_with_another_number_of_processes(corpus: TokenCorpus):
     expected = first(CONFIG, corpus, 4)[3]
-    with make_loader(CONFIG, corpus=corpus, process_index=1, process_count=4) as loader:
+    with make_loader(CONFIG, corpus=corpus, rows=np.arange(2, 4)) as loader:
         for _ in range(3):
             next(loader)
         state = loader.state()
-    with make_loader(CONFIG, corpus=corpus, process_index=1, process_count=2) as loader:
+    with make_loader(CONFIG, corpus=corpus, rows=np.arange(4, 8)) as loader:
         loader.restore(state)
         assert_equal(next(loader), {name: array[4:] for name, array in expected.items()})
 
@@ -140,11 +140,10 @@ def test_workers_and_prefetch_may_change_between_save_and_resume(corpus: TokenCo
         assert_equal(next(loader), first(CONFIG, corpus, 2)[1])
 
 
-def test_processes_must_divide_the_batch(corpus: TokenCorpus):
-    with pytest.raises(ValueError, match="batch_size=8 is not divisible by process_count=3"):
-        make_loader(CONFIG, corpus=corpus, process_index=0, process_count=3)
-    with pytest.raises(ValueError, match="process_index=2 must be in"):
-        make_loader(CONFIG, corpus=corpus, process_index=2, process_count=2)
+@pytest.mark.parametrize("rows", [[], [0, 0], [3, 1], [-1, 2], [7, 8], [[0, 1]]])
+def test_rows_that_a_batch_does_not_have_are_refused(corpus: TokenCorpus, rows: list):
+    with pytest.raises(ValueError, match=r"must ascend within \[0, batch_size=8\)"):
+        make_loader(CONFIG, corpus=corpus, rows=np.asarray(rows))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
@@ -152,7 +151,8 @@ def test_processes_must_divide_the_batch(corpus: TokenCorpus):
 def test_validation_scores_every_token_once(corpus: TokenCorpus, batch_size: int, count: int):
     config = dataclasses.replace(CONFIG, batch_size=batch_size * count, sequence_length=64)
     per_process = [
-        list(validation_batches(config, corpus=corpus, process_index=i, process_count=count)) for i in range(count)
+        list(validation_batches(config, corpus=corpus, rows=np.arange(i, batch_size * count, count)))
+        for i in range(count)
     ]
     assert len({len(batches) for batches in per_process}) == 1
     everything = [batch for batches in per_process for batch in batches]
