@@ -13,7 +13,8 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from bampath import distributed
 
 logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
@@ -32,6 +35,10 @@ _DIFFERENCES_SHOWN = 5
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, incomplete, or of another model."""
+
+
+class SaveError(OSError):
+    """A file of a run that could not be written. The message says which and why, and which checkpoint is left."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,10 @@ class Saver:
     """Saves checkpoints of one run in the background.
 
     `keep`: how many of the latest complete ones stay; `keep_every`: checkpoints of these steps stay for ever (0: none).
-    An older one is removed only when `keep` newer complete ones exist. Errors of a background save are raised by the
-    next call. Use as a context manager, or call `close`, so that the last save is waited for.
+    An older one is removed only when `keep` newer complete ones exist. A save that fails in the background is raised as
+    SaveError by the next call. Use as a context manager, or call `close`, so that the last save is waited for. In a run
+    of several processes all of them make the same calls; process 0 does what needs one. What a killed run left half
+    written is removed here: nobody else may be writing (`bampath.lock`).
     """
 
     def __init__(self, run_dir: Path | str, keep: int = 2, keep_every: int = 0) -> None:
@@ -84,6 +93,9 @@ class Saver:
         self._next: tuple[Path, dict[str, Any], Mapping[str, bytes]] | None = None
         options = ocp.options.AsyncOptions(post_finalization_callback=self._describe_files)
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+        self._failed = False
+        if distributed.lead():
+            self._remove_leftovers()
 
     def save(
         self,
@@ -99,14 +111,10 @@ class Saver:
         data, tokenizer, elapsed (see Info); files: names and contents of small files to put beside them.
         A folder of this step that is not complete is replaced; a complete one raises CheckpointError.
         """
-        import orbax.checkpoint as ocp
-
         self.wait()
         target = self.folder / f"{step:08d}"
-        if target.exists():
-            if problem(target) is None:
-                raise CheckpointError(f"{target} is there already and complete")
-            shutil.rmtree(target)
+        if distributed.decided_by_lead(lambda: target.exists() and problem(target) is None):
+            raise CheckpointError(f"{target} is there already and complete")
         info = {
             "format": FORMAT,
             "step": step,
@@ -117,36 +125,69 @@ class Saver:
             "state": _index_json(state),
         }
         self._next = (target, info, files)
+        with self._failures():
+            if distributed.lead() and target.exists():
+                shutil.rmtree(target)
+            self._start(target, params, state)
+        return target
+
+    def _start(self, target: Path, params: Any, state: Any) -> None:
+        import orbax.checkpoint as ocp
+
         numbered = {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
         arguments = {"params": ocp.args.PyTreeSave(params)}
         if numbered:
             arguments["state"] = ocp.args.PyTreeSave(numbered)
         self._writer.save(target, args=ocp.args.Composite(**arguments))
-        return target
 
     def check(self) -> None:
         """Raise the error of a background save that failed, if there is one."""
-        self._writer.check_for_errors()
+        with self._failures():
+            self._writer.check_for_errors()
 
     def wait(self) -> None:
         """Wait for the save that is under way, then remove what need not be kept."""
-        self._writer.wait_until_finished()
-        if jax.process_index() == 0:
+        with self._failures():
+            self._writer.wait_until_finished()
+        if distributed.lead():
             self._prune()
 
     def close(self) -> None:
-        self.wait()
+        if not self._failed:
+            self.wait()
         self._writer.close()
 
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, distributed.LostError):
+            return  # a save that is under way waits for a process that is gone
+        try:
+            self.close()
+        except SaveError as second:
+            if error is None:
+                raise
+            logger.error("%s", second)  # what ended the run comes first
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Errors of orbax and of the file system as SaveError, those of a process that is gone as LostError."""
+        try:
+            with distributed.losses_in_words():
+                yield
+        except distributed.LostError:
+            raise
+        except Exception as error:
+            self._failed = True
+            last = latest(self.folder.parent, lambda _: None)
+            left = f"the last complete checkpoint is {last}" if last else "there is no complete checkpoint yet"
+            place = self._next[0] if self._next else self.folder
+            raise SaveError(f"{place} could not be written: {_reason(error)}; {left}") from error
 
     def _describe_files(self) -> None:
         """Called by orbax when all arrays are written, just before the folder gets its final name."""
-        if self._next is None or jax.process_index() != 0:
+        if self._next is None or not distributed.lead():
             return
         target, info, files = self._next
         work = target.with_name(target.name + _UNFINISHED)
@@ -161,8 +202,22 @@ class Saver:
         complete = [path for path in steps(self.folder) if problem(path) is None]
         for path in complete[: -self._keep]:
             if not (self._keep_every and int(path.name) % self._keep_every == 0):
-                (path / INFO_NAME).unlink()  # first, so that a half-removed one is never taken for complete
+                doomed = path.with_name(path.name + _UNFINISHED)  # so that a half-removed one is never taken for one
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob(f"*{_UNFINISHED}") if self.folder.is_dir() else ():
+            if path.name.removesuffix(_UNFINISHED).isdigit():
+                logger.warning("removing %s, which was never finished", path)
                 shutil.rmtree(path)
+
+
+def _reason(error: BaseException) -> str:
+    """The line of an error's chain that says what the system said: the innermost one's."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def steps(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -41,10 +41,10 @@ def join(
 ) -> bool:
     """Call `jax.distributed.initialize` if this process is one of several; returns whether it was. Before any array.
 
-    coordinator (HOST:PORT of process 0), processes and process: all three or none; the default are JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. wanted: true joins with what JAX finds out by itself (TPU pods, SLURM, Open
-    MPI, GKE), false never joins; None joins if the environment names several processes. heartbeat: seconds of silence
-    after which a process counts as dead and JAX ends the others.
+    coordinator (HOST:PORT of process 0), processes and process: all three or none; their defaults are
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. wanted: true joins with what JAX finds out by itself
+    (TPU pods, SLURM, Open MPI, GKE), false never joins; None joins if the environment names several processes.
+    heartbeat: seconds of silence after which a process counts as dead and JAX ends the others.
 
     ValueError for options that do not go together, or if JAX finds nothing to join.
     """
@@ -58,7 +58,10 @@ def join(
     # Signals are this program's business (see Vote): JAX's own service would swallow SIGTERM until it is asked.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(*given, heartbeat_timeout_seconds=heartbeat)
+        address, count, index = given or (None, None, None)
+        jax.distributed.initialize(
+            address, count, index, heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat
+        )
     except ValueError as error:
         raise ValueError(
             f"no processes to join were found ({error}): give --coordinator HOST:PORT --processes N --process I"
@@ -145,6 +148,16 @@ def agree(facts: Mapping[str, Any]) -> None:
             )
 
 
+def decided_by_lead(question: Callable[[], bool]) -> bool:
+    """What process 0 finds, in every process; the others do not look. All have to call this, and wait for process 0."""
+    if not several():
+        return question()
+    from jax.experimental import multihost_utils
+
+    with losses_in_words():
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(lead() and question())))
+
+
 class Vote:
     """Whether any process wants to stop, known to all at the same step.
 
@@ -164,7 +177,7 @@ class Vote:
         if self._mesh is None:
             return mine
         before = self._pending
-        wish = lambda index: np.full((1,), mine)
+        wish: Any = lambda index: np.full((1,), mine)
         self._pending = self._any(jax.make_array_from_callback((self._mesh.size,), self._one_each, wish))
         return bool(before) if before is not None else False
 
@@ -182,6 +195,17 @@ def losses_in_words() -> Iterator[None]:
             "last, then start all of them again with --resume "
             f"(from here it looked like this: {str(error).splitlines()[0][:300]})"
         ) from error
+
+
+def describe() -> str:
+    """Which process this is, in a line."""
+    mine = len(jax.local_devices())
+    return f"process {jax.process_index()} of {jax.process_count()}, {mine} of {jax.device_count()} devices"
+
+
+def part() -> None:
+    """Leave the run after an end that all processes have come to, together with them."""
+    jax.distributed.shutdown()
 
 
 def leave(status: int) -> NoReturn:

@@ -9,11 +9,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from bampath.checkpoint import SaveError
 
 Array = jax.Array
 JSONL_NAME = "metrics.jsonl"
@@ -42,27 +45,40 @@ class Writer:
     """Appends records to `run_dir/metrics.jsonl` and, if asked, to TensorBoard event files beside it.
 
     `resumed_step`: records of later steps are removed first (0 keeps none). Each record is flushed to the operating
-    system before `write` returns, so a killed process loses none.
+    system before `write` returns, so a killed process loses none. One that is not `active` writes nothing: of several
+    processes one does.
     """
 
-    def __init__(self, run_dir: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
+    def __init__(self, run_dir: Path, resumed_step: int = 0, tensorboard: bool = False, *, active: bool = True) -> None:
         self._path = Path(run_dir) / JSONL_NAME
+        self._file = self._board = None
+        if not active:
+            return
         _cut_after(self._path, resumed_step)
         self._file = self._path.open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir, resumed_step) if tensorboard else None
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One record; NaN and infinity are written as null, as JSON has neither."""
+        """One record; NaN and infinity are written as null, as JSON has neither. SaveError if that fails."""
+        if self._file is None:
+            return
         plain = {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **plain}, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **plain}, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):  # closing tries to write the same line again
+                file.close()
+            raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
         if self._board is not None:
             for name, value in plain.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -14,6 +14,8 @@ from bampath import checkpoint
 from bampath.checkpoint import CheckpointError
 from bampath.config import Config, from_json, to_json
 from bampath.data import Loader
+from bampath.lock import NAME as lock_name
+from bampath.lock import RunLock
 from bampath.overrides import flat
 from bampath.sharding import mesh_of, replicated
 from bampath.step import Declared, TrainState, abstract_state, init_state, optimizer_of
@@ -43,9 +45,9 @@ def open_run(
     FileExistsError if the folder has something in it and `resume` is false. CheckpointError if its checkpoint is of a
     model with other arrays, ValueError if the configuration differs in what cannot change.
     """
-    used = run_dir.exists() and any(run_dir.iterdir())
+    used = run_dir.exists() and any(path.name != lock_name for path in run_dir.iterdir())
     if used and not resume:
-        raise FileExistsError(f"{run_dir} is not empty; continue that run with --resume, or choose another --run-dir")
+        raise _not_empty(run_dir)
     start = Start()
     if used:
         start = _last(run_dir, say)
@@ -55,15 +57,34 @@ def open_run(
     return start
 
 
+def _not_empty(run_dir: Path) -> FileExistsError:
+    return FileExistsError(f"{run_dir} is not empty; continue that run with --resume, or choose another --run-dir")
+
+
 def saved_config(run_dir: Path) -> Config | None:
     """The configuration in a run's folder; None if there is none yet."""
     path = run_dir / CONFIG_NAME
     return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def claim(run_dir: Path, lock: RunLock, resume: bool) -> None:
+    """Make the folder of a run and lock it, if it is not locked yet.
+
+    InUseError if another process writes there, FileExistsError if one has done so since the folder was looked at.
+    """
+    if lock.held:
+        return
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"{run_dir} cannot be made ({error.strerror}): choose another --run-dir") from None
+    lock.take()
+    if not resume and any(path.name != lock_name for path in run_dir.iterdir()):
+        raise _not_empty(run_dir)
+
+
 def write_config(config: Config, run_dir: Path) -> None:
-    """Make the folder and write config.json so that a crash leaves the old or the new one."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Write config.json into the folder of a run so that a crash leaves the old or the new one."""
     temporary = run_dir / f"{CONFIG_NAME}.partial"
     temporary.write_text(to_json(config) + "\n", encoding="utf-8")
     os.replace(temporary, run_dir / CONFIG_NAME)

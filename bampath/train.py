@@ -6,9 +6,11 @@ The numbers of step n − 1 are read while step n runs. A checkpoint is saved on
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,12 +19,14 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from bampath import runs, startup
+from bampath import distributed, runs, sharding, startup
 from bampath.checkpoint import Saver, problem
 from bampath.config import Config
 from bampath.data import Loader, load_corpus, make_loader, validation_batches
+from bampath.data.loader import identity
 from bampath.diagnose import explain
 from bampath.flops import peak_flops, train_flops_per_token
+from bampath.lock import RunLock
 from bampath.metrics import Mean, Writer
 from bampath.overrides import to_dict
 from bampath.progress import Progress, Speed
@@ -56,12 +60,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: steps done, parameters, and the last numbers of training and of evaluation."""
+    """How a run ended: steps done, parameters, the last numbers of training and of evaluation, and whether it was
+    stopped before its last step."""
 
     step: int
     params: Any
     train: dict[str, Any]
     evaluation: dict[str, Any]
+    stopped: bool = False
 
 
 Evaluate = Callable[[Snapshot], Mapping[str, float]]
@@ -82,33 +88,44 @@ def fit(
         it a folder with anything in it is refused.
     evaluate: called every train.eval_every steps and at the end, by default `validation_loss` (if eval_every is set);
         its numbers are written as kind "eval".
-    should_stop: asked after each step; true saves and ends.
-    out: where progress is shown; default: standard output.
+    should_stop: asked after each step; true saves and ends. In a run of several processes (`bampath.distributed.join`)
+        it is enough that one of them wishes so, and it takes one step more.
+    out: where progress is shown; default: standard output. Process 0 shows it, and writes all but arrays.
 
-    Raises NonFiniteError, after saving the last sound state; FileExistsError; CheckpointError if the run is of another
-    model; ValueError for keys that cannot change when resuming.
+    Raises NonFiniteError, after saving the last sound state; FileExistsError; InUseError if another process writes to
+    `run_dir`; CheckpointError if the run is of another model; ValueError for keys that cannot change when resuming, or
+    if the processes of a run disagree; SaveError if a checkpoint cannot be written; LostError if another process of the
+    run is gone: then end with `bampath.distributed.leave`.
     """
-    if jax.process_count() > 1:
-        raise ValueError(f"fit runs in one process; jax.process_count() is {jax.process_count()}")
+    distributed.check_joined()
     run_dir, out = Path(run_dir).absolute(), out or sys.stdout
-    model = build_model(config)
+    model, rows = build_model(config), sharding.local_rows(sharding.mesh_of(config), config.data.batch_size)
     declared = declare(model)
-    found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
-    with make_loader(config.data) as loader:
+    with ExitStack() as stack, distributed.losses_in_words():
+        if not distributed.lead():  # one process speaks and writes for all
+            out = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        lock = stack.enter_context(RunLock(run_dir))
+        if resume and distributed.lead() and run_dir.is_dir():
+            lock.take()
+        found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
+        loader = stack.enter_context(make_loader(config.data, rows=rows))
+        distributed.agree(
+            {"the configuration": to_dict(config), "the text": identity(loader.source), "where to begin": found.step}
+        )
         startup.check_vocabulary(config, loader.source.tokenizer)
         print(startup.banner(config, declared, loader.source.tokenizer), file=out, flush=True)
         if evaluate is None and config.train.eval_every:
             evaluate = validation_loss(config, model, loader)
         state = runs.first_state(config, model, declared, loader, found)
         print(startup.first_rows(loader, found.step), file=out, flush=True)
-        runs.write_config(config, run_dir)  # only now: whatever is refused, is refused before
-        with (
-            Progress(config.train.steps, out) as progress,
-            Saver(run_dir, config.train.keep, config.train.keep_every) as saver,
-            Writer(run_dir, found.step, config.train.tensorboard) as writer,
-        ):
-            run = _Run(config, model, declared, loader, saver, writer, progress, evaluate, found.elapsed)
-            return run.loop(state, found.step, should_stop)
+        if distributed.lead():  # only now: whatever is refused, is refused before
+            runs.claim(run_dir, lock, resume)
+            runs.write_config(config, run_dir)
+        progress = stack.enter_context(Progress(config.train.steps, out))
+        saver = stack.enter_context(Saver(run_dir, config.train.keep, config.train.keep_every))
+        writer = stack.enter_context(Writer(run_dir, found.step, config.train.tensorboard, active=distributed.lead()))
+        run = _Run(config, model, declared, loader, saver, writer, progress, evaluate, found.elapsed)
+        return run.loop(state, found.step, should_stop)
 
 
 def validation_loss(config: Config, model: nn.Module, loader: Loader) -> Evaluate:
@@ -116,11 +133,14 @@ def validation_loss(config: Config, model: nn.Module, loader: Loader) -> Evaluat
     tokenizer = loader.source.tokenizer
     corpus = load_corpus(config.data, "validation", tokenizer)
     eval_step = make_eval_step(config, model)
+    rows = sharding.local_rows(sharding.mesh_of(config), config.data.batch_size)
 
     def evaluate(now: Snapshot) -> dict[str, float]:
         mean = Mean.zero()
-        batches = config.train.eval_batches
-        for batch in validation_batches(config.data, batches=batches, corpus=corpus, tokenizer=tokenizer):
+        held_out = validation_batches(
+            config.data, batches=config.train.eval_batches, rows=rows, corpus=corpus, tokenizer=tokenizer
+        )
+        for batch in held_out:
             mean = mean.merge(eval_step(now.params, device_batch(config, batch)))
         loss = mean.value()
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "targets": float(mean.weight)}
@@ -157,6 +177,7 @@ class _Run:
         train = self.config.train
         step = make_train_step(self.config, self.model, self.declared, optimizer_of(self.config, self.declared))
         pending: tuple[int, Report, Batch] | None = None
+        vote = distributed.Vote(sharding.mesh_of(self.config))
         done = start
         for done in range(start + 1, train.steps + 1):
             batch = device_batch(self.config, next(self.loader))
@@ -164,7 +185,7 @@ class _Run:
             if pending is not None:
                 self.read(*pending, state)
             pending = (done, report, batch)
-            stop = should_stop()
+            stop = vote.ask(should_stop())
             save = stop or done == train.steps or _due(done, train.save_every)
             evaluate = self.evaluate is not None and (done == train.steps or _due(done, train.eval_every))
             if save or evaluate:
@@ -176,7 +197,7 @@ class _Run:
                 self.run_evaluation(done, state)
             if stop and done < train.steps:
                 self.progress.say(f"stopped after step {done}; continue with --resume")
-                break
+                return Result(done, state.params, self.last["train"], self.last["eval"], stopped=True)
         return Result(done, state.params, self.last["train"], self.last["eval"])
 
     def read(self, done: int, report: Report, batch: Batch, state: TrainState) -> None:

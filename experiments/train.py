@@ -3,7 +3,11 @@
     python -m experiments.train --config bam-120m position=rope train.steps=100
     python -m experiments.train --resume --run-dir runs/bam-120m-rope
 
-The first interrupt (Ctrl-C, SIGTERM) finishes the step, saves and exits; the second one stops at once.
+The first interrupt (Ctrl-C, SIGTERM) finishes the step, saves and exits; the second one stops at once. In a run of
+several processes one of them may get it: all save and exit.
+
+Exit status: 0 done, 1 a loss that is not finite, 2 a wrong command line or a refused run, 4 another process of the run
+is gone, 5 a file that cannot be written, 128 + n stopped by signal n. After 4 and 128 + n, --resume goes on.
 """
 
 import argparse
@@ -11,6 +15,7 @@ import logging
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,38 +23,76 @@ from types import FrameType
 from bampath import config as configs
 from bampath.config import Config
 
+NOT_FINITE, REFUSED, LOST, UNWRITTEN = 1, 2, 4, 5  # exit statuses
+
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 done, 1 a loss that is not finite, 2 a wrong command line, 128 + n
-    stopped by signal n."""
+    """Run the command; returns the exit status (see above)."""
     options = parse(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         config, base, run_dir = resolve(options)
     except (ValueError, TypeError, OSError) as error:
         return refuse(error)
-    print(configs.describe(config, base))
     if options.dry_run:
+        print(configs.describe(config, base))
         return dry_run(config)
-    from bampath.checkpoint import CheckpointError
+    from bampath import distributed
+
+    try:
+        joined = join(options)
+    except ValueError as error:
+        return refuse(error)
+    if distributed.lead():
+        print(configs.describe(config, base))
+    try:
+        status = train(config, run_dir, options)
+    except BaseException:
+        if joined:  # an ordinary end would wait for the others
+            traceback.print_exc()
+            distributed.leave(1)
+        raise
+    if joined and status in (REFUSED, LOST, UNWRITTEN):  # the others may not have come to this
+        distributed.leave(status)
+    if joined:
+        distributed.part()
+    return status
+
+
+def join(options: argparse.Namespace) -> bool:
+    """Join the other processes of the run, if there are any; returns whether there are."""
+    from bampath import distributed
+
+    who = options.coordinator, options.processes, options.process
+    joined = distributed.join(*who, wanted=options.distributed, heartbeat=options.heartbeat)
+    if joined:
+        print(distributed.describe(), flush=True)
+    return joined
+
+
+def train(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
+    """Train, say how it ended, and return the exit status."""
+    from bampath import distributed
+    from bampath.checkpoint import CheckpointError, SaveError
+    from bampath.distributed import LostError
     from bampath.train import NonFiniteError, fit
 
-    stop = Stop()
+    stop, say = Stop(), print if distributed.lead() else lambda _: None
     try:
         result = fit(config, run_dir, resume=options.resume, should_stop=lambda: stop.by != 0)
-    except NonFiniteError as error:
+    except (NonFiniteError, LostError, SaveError) as error:
         print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return {NonFiniteError: NOT_FINITE, LostError: LOST, SaveError: UNWRITTEN}[type(error)]
     except (CheckpointError, OSError, ValueError) as error:
         if options.traceback:
             raise
         return refuse(error)
-    if stop.by and result.step < config.train.steps:
-        print(f"saved after step {result.step}: python -m experiments.train --resume --run-dir {run_dir}")
-        return 128 + stop.by
-    print(f"done: {result.step} steps in {run_dir}; look at it with python -m bampath.inspect {run_dir}")
+    if result.stopped:
+        say(f"saved after step {result.step}: python -m experiments.train --resume --run-dir {run_dir}")
+        return 128 + (stop.by or signal.SIGTERM)  # in one of several processes it may have been another's signal
+    say(f"done: {result.step} steps in {run_dir}; look at it with python -m bampath.inspect {run_dir}")
     return 0
 
 
@@ -65,6 +108,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-POSITION")
     parser.add_argument("--resume", action="store_true", help="continue the run in DIR (from its own configuration)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
+    several = parser.add_argument_group("several processes", "docs/scaling.md says when which of these is needed")
+    several.add_argument(
+        "--distributed",
+        action=argparse.BooleanOptionalAction,
+        help="join the processes that JAX finds (TPU pods, SLURM, Open MPI, GKE), or never; default: if the "
+        "environment names several",
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, without such a cluster")
+    several.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    several.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    several.add_argument(
+        "--heartbeat", type=int, default=100, metavar="S", help="seconds after which a silent one is given up (100)"
+    )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     return parser.parse_intermixed_args(arguments)
 
@@ -130,7 +186,7 @@ def listing() -> str:
 
 def refuse(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 def _wants_help(arguments: Sequence[str] | None) -> bool:

@@ -204,7 +204,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The held-out text once, in order and without retrieval rows; at most `batches` batches, 0 means all.
 
-    Every token is scored exactly once for any batch size and any sharing out of the rows (as in `make_loader`): the last
+    Every token is scored exactly once for any batch size and any sharing out of rows (as in `make_loader`): the last
     batch is filled up with rows of padding, which have weight 0. All processes get equally many batches.
     """
     tokenizer = tokenizer or tokenizer_of(config)

@@ -107,7 +107,7 @@ def place_batch(batch: dict[str, Any], mesh: Mesh | None, rows: int) -> dict[str
         if len(array) != len(mine):
             raise ValueError(f"a batch has {len(array)} rows, but this process holds {len(mine)} of {rows}")
 
-        def piece(index: tuple[slice, ...]) -> Any:
+        def piece(index: Any) -> Any:
             first, end, _ = index[0].indices(rows)
             start = int(np.searchsorted(mine, first))  # a device's rows are neighbours, also among those of its process
             return array[start : start + end - first, index[1]]

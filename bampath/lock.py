@@ -1,0 +1,71 @@
+"""One writer per run: a lock on a file in the run's folder, which the system releases however its owner ends."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+NAME = "lock"
+
+
+class InUseError(OSError):
+    """Another process is writing this run."""
+
+
+class RunLock:
+    """The lock of a run's folder, taken by `take`, released by leaving the context. `RUN/lock` names its last owner.
+
+    It is an advisory lock of the whole file (flock(2)): within one machine always, between machines if the file system
+    passes it on, as NFS 4, Lustre (mounted with flock) and GPFS do.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / NAME
+        self._file: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
+    def take(self) -> None:
+        """Lock the folder, which must exist. InUseError names the owner; OSError says why nothing can be written."""
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(file, 1000).decode("utf-8", "replace").strip()
+            os.close(file)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OSError(f"{self._path} cannot be locked ({error.strerror}): use another file system") from None
+            raise InUseError(
+                f"{self._path.parent} is being written by {owner or 'another process'}: two would destroy each "
+                "other's checkpoints. Wait for it, end it, or choose another --run-dir"
+            ) from None
+        self._file = file
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n"
+        try:
+            os.ftruncate(file, 0)
+            os.write(file, owner.encode())
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            os.close(self._file)  # and with it the lock; the file stays, as removing it could remove another's
+            self._file = None
+
+
+def _unwritable(run_dir: Path, error: OSError) -> OSError:
+    return OSError(f"{run_dir} cannot be written ({error.strerror}): choose another --run-dir")
