@@ -15,8 +15,8 @@ from kernels.lsh.grids import sample_grids
 __all__ = ["BACKENDS", "PREFERENCE", "choose", "lsh_attention", "sample_grids"]
 
 Array = jax.Array
-BACKENDS = {"reference": "kernels.lsh.reference", "xla": "kernels.lsh.xla"}
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+BACKENDS = {"reference": "kernels.lsh.reference", "xla": "kernels.lsh.xla", "pallas_triton": "kernels.lsh.gpu"}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("pallas_triton", "xla"), "tpu": ("xla",)}
 
 
 def choose(call: Call, combine: Combine, implementation: str | None = None) -> str:

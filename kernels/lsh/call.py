@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kernels.attention.checks import check_array, check_flag, check_scale
@@ -24,26 +25,51 @@ class Call:
         o_i = Σ_j p_ij v_j,  p_ij ∝ c_ij exp(scale ⟨q_i, k_j⟩);  lse_i = log Σ_j c_ij/s exp(scale ⟨q_i, k_j⟩)
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv] of one float dtype; query head h reads key head h // (H // Hkv).
-    starts, stops [B or 1, T, H, s] int32: rows of the block that a sample puts the query in, cut at its document;
-    stops is None where it could not matter (`causal`). A query that sees nothing has starts = T: o = 0, lse = −inf.
+    widths, offsets [H, s]: the grids. first, after [B, T] int32: first row of each token's document and the first row
+    after it (T and 0 for padding), or both None for one document. starts, stops follow from these four (`block_rows`).
+    A query that sees nothing has starts = T: o = 0, lse = −inf.
     """
 
     q: Array
     k: Array
     v: Array
-    starts: Array
-    stops: Array | None
+    widths: Array
+    offsets: Array
+    first: Array | None
+    after: Array | None
     causal: bool = field(metadata={"static": True})
     scale: float = field(metadata={"static": True})
 
     @property
     def samples(self) -> int:
-        return self.starts.shape[3]
+        return self.widths.shape[1]
 
     def sample(self, m: Any) -> "Call":
         """The call with the grids of one sample alone; m may be traced."""
-        one = lambda x: lax.dynamic_slice_in_dim(x, m, 1, axis=3)
-        return replace(self, starts=one(self.starts), stops=None if self.stops is None else one(self.stops))
+        one = lambda x: lax.dynamic_slice_in_dim(x, m, 1, axis=1)
+        return replace(self, widths=one(self.widths), offsets=one(self.offsets))
+
+    def block_rows(self) -> tuple[Array, Array]:
+        """(starts, stops) [B or 1, T, H, s] int32: the block that a sample puts a token in, cut at its document."""
+        length = self.q.shape[1]
+        rows = jnp.arange(length, dtype=jnp.int32)[None]
+        first = jnp.zeros_like(rows) if self.first is None else self.first
+        after = jnp.full_like(rows, length) if self.after is None else self.after
+        wide = lambda x: x[:, :, None, None]
+        begin, end = blocks_at(rows - first, self.widths, self.offsets)
+        return wide(first) + jnp.maximum(begin, 0), jnp.minimum(wide(first) + end, wide(after))
+
+    def cotangent(self, dq: Array, dk: Array, dv: Array) -> "Call":
+        """What a backward rule returns: these gradients, and none for the grids and documents."""
+
+        def none(x: Array | None) -> Any:
+            if x is None:
+                return None
+            floating = jnp.issubdtype(x.dtype, jnp.floating)
+            return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
+
+        rest = {name: none(getattr(self, name)) for name in ("widths", "offsets", "first", "after")}
+        return replace(self, q=dq, k=dk, v=dv, **rest)
 
 
 def check_combine(combine: Any) -> Combine:
@@ -66,31 +92,14 @@ def check_grids(widths: Any, offsets: Any, heads: int) -> None:
 
 
 def documents_of(segments: Array) -> tuple[Array, Array]:
-    """First row of each token's document and the first row after it, [B, T] int32; a document is a run of equal ids."""
+    """(first, after) of a `Call`; a document is a run of equal ids, and padding has negative ones."""
     length = segments.shape[1]
     rows = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], segments.shape)
     new = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = lax.cummax(jnp.where(new, rows, 0), axis=1)
-    after = jnp.pad(new[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-    return first, lax.cummin(jnp.where(after, rows + 1, length), axis=1, reverse=True)
-
-
-def block_rows(
-    length: int, widths: Array, offsets: Array, segments: Array | None, causal: bool
-) -> tuple[Array, Array | None]:
-    """(starts, stops) of a `Call`. Positions count from the beginning of each document."""
-    rows = jnp.arange(length, dtype=jnp.int32)[None]
-    if segments is None:
-        first, after = jnp.zeros_like(rows), jnp.full_like(rows, length)
-    else:
-        first, after = documents_of(segments)
-    wide = lambda x: x[:, :, None, None]
-    begin, end = blocks_at(rows - first, widths, offsets)
-    starts = wide(first) + jnp.maximum(begin, 0)
-    stops = None if causal else jnp.minimum(wide(first) + end, wide(after))
-    if segments is not None:  # padding sees nothing, and no document's rows reach into it
-        starts = jnp.where(wide(segments) < 0, length, starts)
-    return starts, stops
+    ends = jnp.pad(new[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    after = lax.cummin(jnp.where(ends, rows + 1, length), axis=1, reverse=True)
+    return jnp.where(segments < 0, length, first), jnp.where(segments < 0, 0, after)
 
 
 def make_call(
@@ -115,18 +124,19 @@ def make_call(
     if heads % k.shape[2]:
         raise ValueError(f"q has H={heads} heads, must be a multiple of the Hkv={k.shape[2]} heads of k and v")
     check_grids(widths, offsets, heads)
+    first = after = None
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, {"B": batch, "T": length}, "integer")
-        segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    causal = check_flag("causal", causal)
+        first, after = documents_of(jnp.asarray(segment_ids, jnp.int32))
     dtype = jnp.result_type(q, k, v)
-    starts, stops = block_rows(length, jnp.asarray(widths), jnp.asarray(offsets), segment_ids, causal)
     return Call(
         q=jnp.asarray(q, dtype),
         k=jnp.asarray(k, dtype),
         v=jnp.asarray(v, dtype),
-        starts=starts,
-        stops=stops,
-        causal=causal,
+        widths=lax.stop_gradient(jnp.asarray(widths)),
+        offsets=lax.stop_gradient(jnp.asarray(offsets)),
+        first=first,
+        after=after,
+        causal=check_flag("causal", causal),
         scale=check_scale(scale, dim),
     )

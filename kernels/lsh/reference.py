@@ -14,9 +14,8 @@ def masks(call: Call) -> Array:
     """[B or 1, H, s, T, T] bool: sample m puts query and key in one block, and the query may see the key."""
     keys = jnp.arange(call.k.shape[1], dtype=jnp.int32)[None, None, None, None, :]
     bounds = lambda x: jnp.transpose(x, (0, 2, 3, 1))[..., None]
-    inside = keys >= bounds(call.starts)
-    if call.stops is not None:
-        inside &= keys < bounds(call.stops)
+    starts, stops = call.block_rows()
+    inside = (keys >= bounds(starts)) & (keys < bounds(stops))
     if call.causal:
         inside &= jnp.tri(call.k.shape[1], dtype=bool)[None, None, None]
     return inside

@@ -8,13 +8,11 @@ The same result from s separate attentions over one block each, merged by their 
 outputs averaged instead is combine="mean". Both call the "counts" form with one sample at a time.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kernels.lsh.call import Call, Combine
@@ -171,8 +169,9 @@ def _heads(spec: Spec, call: Call) -> tuple[Any, Any]:
     extra = spec.rows * spec.tiles - spec.length
     first = lambda x: jnp.moveaxis(jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))), 2, 0)
     rows = lambda x, value: jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=value)
-    starts = rows(call.starts, spec.rows * spec.tiles)  # rows past the end see nothing
-    stops = None if call.stops is None else rows(call.stops, 0)
+    starts, ends = call.block_rows()
+    starts = rows(starts, spec.rows * spec.tiles)  # rows past the end see nothing
+    stops = None if call.causal else rows(ends, 0)
     begin, end = _ranges(spec, starts, stops)
     q, k, v, starts = first(call.q), first(call.k), first(call.v), jnp.moveaxis(starts, 2, 0)
     stops = None if stops is None else jnp.moveaxis(stops, 2, 0)
@@ -222,8 +221,7 @@ def _attend_fwd(spec: Spec, call: Call) -> tuple[tuple[Array, Array], tuple[Call
 def _attend_bwd(spec: Spec, saved: tuple[Call, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Call]:
     call, o, lse = saved
     dq, dk, dv = _backward(spec, call, o, lse, *cotangents)
-    none: Any = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (call.starts, call.stops))
-    return (replace(call, q=dq, k=dk, v=dv, starts=none[0], stops=none[1]),)
+    return (call.cotangent(dq, dk, dv),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
