@@ -81,7 +81,7 @@ def direction(config: OptimConfig, roles: Any, axes: Any) -> optax.GradientTrans
     masked = jax.tree.map(lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dimensions)
     muon = optax.chain(
         contrib.scale_by_muon(beta=c.muon_momentum, ns_steps=c.muon_steps, weight_dimension_numbers=masked),
-        optax.stateless(lambda updates, _: jax.tree.map(_match_adam, updates, masked)),
+        optax.stateless(lambda updates, _: jax.tree.map(match_adam, updates, masked)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)
 
@@ -107,7 +107,7 @@ def _muon_axes(role: str, axes: tuple[str | None, ...]) -> contrib.MuonDimension
     )
 
 
-def _match_adam(update: jax.Array, dims: contrib.MuonDimensionNumbers) -> jax.Array:
+def match_adam(update: jax.Array, dims: contrib.MuonDimensionNumbers) -> jax.Array:
     """An orthogonal matrix has RMS 1/√max(rows, columns); Adam's steps have about 0.2 (arXiv 2502.16982, section 2)."""
     sizes = [np.prod([update.shape[i] for i in np.atleast_1d(axes)]) for axes in dims]
     return MUON_RMS * float(max(sizes)) ** 0.5 * update

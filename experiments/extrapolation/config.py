@@ -43,7 +43,7 @@ SCHEMES = ("nope", "sinusoidal", "rope", "alibi", "bam+ssmax", "path+fox(bias=5)
 # as much as other tokens, or the few digits would be lost among the words. With Muon and QK-norm a model of two layers
 # then finds the keys after about a thousand steps. FoX's gates start at 0.993: at its default of 0.5 a key is forgotten
 # within ten tokens and never learned.
-_RECIPE = (
+RECIPE = (
     "model.qk_norm=true",
     "optim.name=muon",
     "optim.weight_decay=0.1",
@@ -60,7 +60,7 @@ CPU = Study(
     name="cpu",
     base="tiny",
     overrides=(
-        *_RECIPE,
+        *RECIPE,
         "optim.lr=0.0125",
         "optim.warmup_steps=70",
         "train.steps=1200",
@@ -75,7 +75,7 @@ GPU = Study(
     name="gpu",
     base="l6",
     overrides=(
-        *_RECIPE,
+        *RECIPE,
         "model.heads=8",
         "optim.lr=0.002",
         "optim.warmup_steps=100",

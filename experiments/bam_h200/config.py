@@ -1,0 +1,125 @@
+"""The study's sizes, schemes and cells: what is trained, and what is asked of the trained models."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bampath.config import Config
+from experiments.extrapolation.config import RECIPE, Study, slug
+
+SCHEMES = (
+    *("bam+ssmax", "rope", "alibi", "path+fox(bias=5)", "bam", "nope", "sinusoidal", "fox(bias=5)", "path"),
+    *("path+bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
+)
+# Of the retrieval documents in the training text: half of the rows end in one, or there are none.
+MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
+# Beside the schemes: theta_beta kept at or above this after every step.
+CLAMPED = " clamped"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a trained model is asked, in tokens. Lengths of one group are read in rows of one width.
+
+    passkey: groups of prompt lengths, far: lengths beyond, read through the cache, for models that still find a key at
+    the last of them; samples: prompts per length, far_samples beyond; niah: lengths of RULER's single needles;
+    perplexity: length of a row of held-out text, perplexity_rows: how many, one per book; attention: lengths of the
+    prompts whose attention is kept; slow: the longest length for schemes without a fused kernel.
+    """
+
+    passkey: tuple[tuple[int, ...], ...] = ((512, 1024, 2048, 4096), (8192, 16384), (32768,))
+    far: tuple[int, ...] = (131_072, 524_288)
+    samples: int = 20
+    far_samples: int = 5
+    niah: tuple[tuple[int, ...], ...] = ((1024, 2048, 4096), (8192, 16384))
+    niah_samples: int = 20
+    perplexity: int = 32_768
+    perplexity_rows: int = 16
+    attention: tuple[int, ...] = (512, 8192)
+    slow: int = 16_384
+    chunk: int = 40_960
+
+
+@dataclass(frozen=True)
+class Size:
+    """A study with what is asked of its models."""
+
+    study: Study
+    asked: Asked = field(default_factory=Asked)
+
+
+def _study(name: str, base: str, *overrides: str, vocab_size: int, batch_tokens: int = 131_072) -> Study:
+    common = ("data.single_digits=true", "train.accumulate=1", "train.eval_every=0", "data.workers=0")
+    return Study(name, base, (*RECIPE, *common, *overrides), SCHEMES, vocab_size, batch_tokens=batch_tokens)
+
+
+SIZES = {
+    size.study.name: size
+    for size in (
+        Size(
+            _study(
+                *("small", "l6", "model.heads=8", "optim.lr=0.002", "optim.warmup_steps=100"),
+                *("data.batch_size=32", "train.steps=2500"),
+                vocab_size=16_384,
+            )
+        ),
+        Size(
+            _study(
+                *("120m", "l12", "model.heads=12", "optim.lr=0.001", "optim.warmup_steps=200"),
+                *("data.batch_size=64", "train.steps=4000"),
+                vocab_size=16_384,
+            )
+        ),
+        Size(
+            _study(
+                *("tiny", "tiny", "optim.lr=0.0125", "optim.warmup_steps=5", "data.batch_size=2", "train.steps=50"),
+                vocab_size=1024,
+                batch_tokens=1024,
+            ),
+            Asked(
+                passkey=((128, 256), (512,)),
+                far=(1024,),
+                samples=3,
+                far_samples=2,
+                niah=((640,),),
+                niah_samples=2,
+                perplexity=512,
+                perplexity_rows=3,
+                attention=(128,),
+                slow=512,
+                chunk=2048,
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is trained and asked: a case (a scheme, perhaps clamped), a seed, a mix of the text, at a size."""
+
+    case: str
+    seed: int
+    mix: str = "retrieval"
+    size: str = "small"
+
+    @property
+    def scheme(self) -> str:
+        return self.case.removesuffix(CLAMPED)
+
+    @property
+    def slug(self) -> str:
+        """A name for files."""
+        return f"{self.size}-{self.mix}-{slug(self.case)}-seed{self.seed}"
+
+    @property
+    def program(self) -> tuple[str, str, str]:
+        """Cells that differ in the seed only share their compiled programs."""
+        return (self.size, self.mix, self.case)
+
+    def config(self, tokenizer: Path, source: str, overrides: tuple[str, ...] = ()) -> Config:
+        """ValueError for a scheme, mix or override that is wrong."""
+        if self.mix not in MIXES:
+            raise ValueError(f"mix={self.mix!r} is not one of {', '.join(MIXES)}")
+        study = SIZES[self.size].study
+        changes = (*study.overrides, *MIXES[self.mix], f"data.source={source}", *overrides)
+        return replace(study, overrides=changes).config(self.scheme, self.seed, tokenizer)

@@ -1,0 +1,186 @@
+"""What a trained model is asked: passkeys, RULER's single needles, perplexity by position; its priors and attention."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bampath.analysis import read_heads
+from bampath.config import Config
+from bampath.data import WORDINGS, Tokenizer
+from bampath.evaluation.passkey import PasskeyResult, PasskeyTask, Prompt, Prompts, answer
+from bampath.evaluation.perplexity import loss_by_position
+from bampath.evaluation.reader import ModelReader, Reader, _row_logits, _row_losses
+from bampath.model import LM, model_config
+from bampath.positions.module import PositionalEncoding
+from experiments.bam_h200.config import Asked
+from kernels.attention import reference
+from kernels.attention.call import make_call
+
+Array = jax.Array
+Row = dict[str, Any]
+Say = Callable[[str], None]
+Needles = dict[str, dict[int, list[Prompt]]]  # task -> length -> prompts
+WORDING = WORDINGS["passkey"]
+
+
+class Recorder:
+    """A reader that computes nothing and remembers which shapes it was asked for."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.logits: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        self.rows: set[tuple[int, ...]] = set()
+
+    def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        self.logits.add((tokens.shape, places.shape))
+        return np.zeros((*places.shape, self.vocab_size), np.float32)
+
+    def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        self.rows.add(tokens.shape)
+        return np.zeros(tokens.shape, np.float32)
+
+
+class CompiledReader(ModelReader):
+    """A `ModelReader` whose programs for the shapes of a `Recorder` are compiled when it is made.
+
+    params may be abstract at first; the real ones of a seed are put in before it is asked.
+    """
+
+    def __init__(self, model: LM, params: Any, chunk: int, shapes: Recorder) -> None:
+        super().__init__(model, params, chunk)
+        ints = lambda shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        self._logits = {
+            pair: _row_logits.lower(model, params, *map(ints, pair)).compile()
+            for pair in sorted(shapes.logits)
+            if pair[0][1] <= chunk
+        }
+        self._losses = {
+            shape: _row_losses.lower(model, params, ints(shape), ints(shape)).compile() for shape in sorted(shapes.rows)
+        }
+
+    def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        program = self._logits.get((tokens.shape, places.shape))
+        if program is None:
+            return super().logits_at(tokens, places)
+        return np.asarray(program(self.params, tokens, places))
+
+    def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        return np.asarray(self._losses[tokens.shape](self.params, tokens, targets))
+
+
+def ask(
+    reader: Reader, tokenizer: Tokenizer, asked: Asked, needles: Needles, text: np.ndarray, window: int, tokens: int
+) -> list[Row]:
+    """Rows of all benchmarks that go through `reader`. text: rows of held-out text [R, L + 1]; window: positions whose
+    loss is averaged; tokens: read together."""
+    rows = passkey(reader, tokenizer, asked, tokens)
+    for task, by_length in needles.items():
+        for group in asked.niah:
+            prompts = {length: by_length[length] for length in group if length in by_length}
+            rows += [{**row, "benchmark": "niah", "task": task} for row in _together(reader, prompts, tokens)]
+    return [*rows, *loss_by_position(reader, text, window, batch_tokens=tokens).rows()]
+
+
+def passkey(reader: Reader, tokenizer: Tokenizer, asked: Asked, tokens: int) -> list[Row]:
+    """Rows of the passkey test; lengths of a group are padded to one width and read together."""
+    near, far = Prompts(PasskeyTask(samples=asked.samples), tokenizer), None
+    rows: list[Row] = []
+    for group in asked.passkey:
+        rows += _together(reader, {length: near.make(length) for length in group}, tokens)
+    for length in asked.far:
+        if not rows[-1]["correct"]:
+            break
+        far = far or Prompts(PasskeyTask(samples=asked.far_samples), tokenizer)
+        rows += _together(reader, {length: far.make(length)}, tokens)
+    return rows
+
+
+def _together(reader: Reader, prompts: dict[int, list[Prompt]], tokens: int) -> list[Row]:
+    """A row per length, all prompts read in rows of one width."""
+    samples = answer(reader, [prompt for own in prompts.values() for prompt in own], tokens)
+    rows, start = [], 0
+    for length, own in prompts.items():
+        rows.append(PasskeyResult(length, tuple(samples[start : start + len(own)])).row())
+        start += len(own)
+    return rows
+
+
+def heads(config: Config, params: Any, keys: int) -> list[Row]:
+    """The learned prior of every head."""
+    return [head.row() for head in read_heads(config.model, params, keys)]
+
+
+class Attention:
+    """Where the token before the key's first digit looks, for a key in the middle of the noise, at some lengths.
+
+    Programs are compiled when it is made. Nothing for schemes whose keys change on the way (PaTH).
+    """
+
+    def __init__(self, model: LM, params: Any, tokenizer: Tokenizer, lengths: Sequence[int]) -> None:
+        self._tokenizer, self._programs = tokenizer, dict[int, tuple[Prompt, Array, Any]]()
+        for length in lengths:
+            prompt = Prompts(PasskeyTask(samples=3), tokenizer).make(length)[1]
+            tokens = jnp.asarray(prompt.tokens[None, : len(prompt.tokens) - prompt.scored])
+            look = jax.jit(lambda params, tokens: last_attention(model, params, tokens))
+            if jax.eval_shape(look, params, tokens) is not None:
+                self._programs[length] = (prompt, tokens, look.lower(params, tokens).compile())
+
+    def rows(self, params: Any, kept: int = 3) -> list[Row]:
+        """A row per head and length: `needle`, the weight on the sentence that holds the key, and for the `kept` heads
+        with most of it the weights of up to 512 spans of equally many keys, the largest in each."""
+        found: list[Row] = []
+        for length, (prompt, tokens, program) in self._programs.items():
+            weights = np.asarray(program(params, tokens), np.float64)
+            start = len(self._tokenizer.encode(WORDING.task))
+            start += prompt.slot * len(self._tokenizer.encode(WORDING.filler))
+            end = start + len(self._tokenizer.encode(WORDING.needle.format(key=prompt.key)))
+            mass = weights[:, :, start:end].sum(-1)
+            best = set(np.argsort(-mass.reshape(-1))[:kept].tolist())
+            place = {"length": length, "keys": weights.shape[2], "needle_start": start, "needle_end": end}
+            for index, own in enumerate(mass.reshape(-1).tolist()):
+                layer, head = divmod(index, mass.shape[1])
+                row = {"benchmark": "attention", **place, "layer": layer, "head": head, "needle": own}
+                found.append(row | ({"row": _spans(weights[layer, head])} if index in best else {}))
+        return found
+
+
+def last_attention(model: LM, params: Any, tokens: Array) -> Array | None:
+    """Attention [layers, H, T] of the last token of a row [1, T]; None for schemes that carry keys or draw grids."""
+    _, seen = model.apply(
+        {"params": params},
+        tokens,
+        method="features",
+        mutable=["intermediates"],
+        capture_intermediates=lambda module, name: isinstance(module, PositionalEncoding) and name == "__call__",
+    )
+    found = []
+    for layer in range(model_config(model.config).layers):
+        ((slots, _),) = seen["intermediates"][f"layer_{layer}"]["attention"]["position"]["__call__"]
+        if slots.householder is not None or slots.grids is not None:
+            return None
+        call = make_call(
+            slots.q[:, -1:],
+            slots.k,
+            slots.k,
+            prior=slots.prior,
+            log_gates=slots.log_gates,
+            sharpness=None if slots.sharpness is None else slots.sharpness[:, -1:],
+            sharpen_prior=slots.sharpen_prior,
+            segment_ids=None,
+            positions=None,
+            kv_positions=None,
+            window=slots.window,
+            causal=True,
+            scale=None,
+        )
+        logits, visible = reference.logits(call)
+        found.append(jax.nn.softmax(jnp.where(visible[:, None], logits, -jnp.inf), axis=-1)[0, :, 0])
+    return jnp.stack(found)
+
+
+def _spans(weights: np.ndarray, spans: int = 512) -> list[float]:
+    width = -(-len(weights) // spans)
+    return [float(f"{part.max():.4g}") for part in np.split(weights, range(width, len(weights), width))]

@@ -1,0 +1,116 @@
+"""The headline comparison on one GPU: every scheme under one budget, then far beyond its training length.
+
+    python -m experiments.bam_h200.run --text books.u16.xz --held-out novels.u16.xz --gpt2 tokenizer.json
+    python -m experiments.bam_h200.run --text fineweb:FOLDER --held-out FOLDER … --out runs/bam --minutes 20
+    python -m experiments.bam_h200.run … --out runs/bam --resume        # goes on with the cells that are missing
+
+A cell is a scheme, a seed, a mix of the text and a size; each is kept as soon as it is done, and results.json grows.
+Programs are compiled side by side, one process each; `--together` of them train or are asked at a time.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.bam_h200.config import MIXES, SIZES, Cell
+
+RUNS = Path("runs/bam_h200")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the device
+    cells = cells_of(options)
+    from experiments.bam_h200.schedule import run_cells
+
+    out = folder_of(options)
+    materials = prepare(options, cells, out)
+    run_cells(cells, materials, options)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bam_h200.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration of all cells")
+    parser.add_argument("--text", required=True, help="training text: GPT-2 tokens (.u16, .u16.xz) or a data.source")
+    parser.add_argument("--held-out", required=True, help="text for perplexity and haystacks, in the same forms")
+    parser.add_argument("--gpt2", type=Path, required=True, help="GPT-2's tokenizer.json (or .json.xz)")
+    parser.add_argument("--words", type=Path, help="RULER's word lists (default: those of the package wonderwords)")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small")
+    parser.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["retrieval"])
+    parser.add_argument("--cases", nargs="+", metavar="SPEC", help="schemes; 'SPEC clamped' keeps theta_beta >= 0")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
+    parser.add_argument("--together", type=int, default=1, help="cells that use the device at a time (default 1)")
+    parser.add_argument("--processes", type=int, help="programs that are open at a time (default: the CPU cores)")
+    parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/bam_h200)")
+    parser.add_argument("--resume", action="store_true", help="continue the study in --out")
+    return parser.parse_intermixed_args(argv)
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """All cells, first seeds first. ValueError for a wrong case or override."""
+    cases = options.cases or SIZES[options.size].study.schemes
+    cells = [Cell(case, seed, mix, options.size) for seed in options.seeds for mix in options.mixes for case in cases]
+    for cell in cells:
+        cell.config(Path("tokenizer.json"), "text", tuple(options.overrides))
+    return cells
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where the study goes. ValueError if another one is there that is not to be continued."""
+    if options.resume and options.out is None:
+        raise ValueError("--resume needs --out, the folder of the study")
+    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if not options.resume and (out / "cells").exists():
+        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
+    return Path(out).absolute()
+
+
+def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> Any:
+    """Tokenizer, text, batches, needles and held-out rows, made once in `out`."""
+    import numpy as np
+
+    from bampath.data import tokenizer_of
+    from bampath.evaluation.perplexity import rows_of
+    from experiments.bam_h200 import needles, rows, text
+    from experiments.bam_h200.cells import Materials
+
+    begin = time.monotonic()
+    say = lambda what: print(f"{what} after {time.monotonic() - begin:.0f} s", flush=True)
+    size, materials = SIZES[options.size], Materials(out, options.text, tuple(options.overrides))
+    text.tokenizer_file(options.gpt2, size.study.vocab_size, materials.tokenizer)
+    data = materials.config(cells[0]).data
+    tokenizer = tokenizer_of(data)
+    read = lambda source: text.corpus(data, source, options.gpt2, size.study.vocab_size)
+    if not (out / "held_out.npy").exists():
+        held_out = read(options.held_out)
+        lengths = [length for group in size.asked.niah for length in group]
+        material = needles.material_of(held_out, tokenizer, options.words)
+        needles.write(tokenizer, material, lengths, size.asked.niah_samples, out / "needles.json")
+        np.save(out / "held_out.npy", rows_of(held_out, size.asked.perplexity, "documents"))
+        say("held-out text and needles")
+    if not (out / "text" / "info.json").exists():
+        rows.save_corpus(read(options.text), out / "text")
+        say("training text")
+    for cell in {materials.rows(cell): cell for cell in cells}.values():
+        config = materials.config(cell)
+        rows.make_rows(config.data, out / "text", config.train.steps, materials.rows(cell))
+        say(f"batches of {cell.mix}, seed {cell.seed},")
+    return materials
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; --resume continues with what is finished")

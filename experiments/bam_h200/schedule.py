@@ -1,0 +1,148 @@
+"""Cells in processes: compiled side by side, on the device a few at a time, in the order of the list."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from bampath.evaluation.results import environment, write_json, write_results
+from experiments.bam_h200.cells import Materials, finished, identity, work
+from experiments.bam_h200.config import Cell
+
+TICK = 0.25
+
+
+class Clock:
+    """Seconds since it was made, without those during which this process was stopped."""
+
+    def __init__(self) -> None:
+        self._last, self._passed = time.monotonic(), 0.0
+
+    def tick(self) -> float:
+        """To be called at least every few seconds: a longer gap counts as a stop."""
+        now = time.monotonic()
+        gap = now - self._last
+        self._last = now
+        self._passed += gap if gap < 20 * TICK else TICK
+        return self._passed
+
+
+@dataclass
+class _Process:
+    cells: list[Cell]
+    process: Any
+    pipe: Connection
+    wants: Cell | None = None
+    busy: bool = False
+
+
+@dataclass
+class Board:
+    """Who waits, who works, what is done."""
+
+    cells: Sequence[Cell]
+    materials: Materials
+    minutes: float
+    together: int
+    processes: int
+    rows: dict[Cell, list[dict[str, Any]]] = field(default_factory=dict)
+    open: list[_Process] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
+
+
+def run_cells(cells: Sequence[Cell], materials: Materials, options: argparse.Namespace) -> dict[Cell, list[Any]]:
+    """Read what is finished, run the rest, write results.json after each cell; returns the rows."""
+    import os
+
+    board = Board(cells, materials, options.minutes, options.together, options.processes or os.cpu_count() or 1)
+    for cell in cells:
+        own = finished(cell, materials)
+        if own is not None:
+            board.rows[cell] = own
+    left = [cell for cell in cells if cell not in board.rows]
+    programs = [[cell for cell in left if cell.program == p] for p in dict.fromkeys(cell.program for cell in left)]
+    while programs or board.open:
+        while programs and len(board.open) < board.processes and not _over(board):
+            board.open.append(_start(programs.pop(0), materials))
+        if programs and _over(board) and not board.open:
+            break
+        _serve(board)
+    missing = [cell.slug for cell in cells if cell not in board.rows]
+    print(f"{len(board.rows)} of {len(cells)} cells" + (f"; missing: {', '.join(missing)}" if missing else ""))
+    return board.rows
+
+
+def _over(board: Board) -> bool:
+    return board.clock.tick() > 60 * board.minutes
+
+
+def _start(cells: list[Cell], materials: Materials) -> _Process:
+    context = get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=work, args=(cells, materials, theirs))
+    process.start()
+    theirs.close()
+    return _Process(cells, process, mine)
+
+
+def _serve(board: Board) -> None:
+    """Hear the processes once, then let those work that come first in the list."""
+    for pipe in wait([p.pipe for p in board.open], TICK):
+        one = next(p for p in board.open if p.pipe is pipe)
+        try:
+            _hear(board, one, one.pipe.recv())
+        except EOFError:
+            one.process.join()
+            print(f"{one.cells[0].slug}: process ended with status {one.process.exitcode}", flush=True)
+            board.open.remove(one)
+    if _over(board):
+        for one in board.open:
+            if one.wants:
+                one.pipe.send("stop")
+                one.wants = None
+        return
+    waiting = sorted((p for p in board.open if p.wants), key=lambda p: board.cells.index(p.wants))
+    for one in waiting[: board.together - sum(p.busy for p in board.open)]:
+        one.pipe.send("go")
+        one.wants, one.busy = None, True
+
+
+def _hear(board: Board, one: _Process, message: tuple[Any, ...]) -> None:
+    kind = message[0]
+    if kind == "want":
+        one.wants = message[1]
+    elif kind == "rows":
+        one.busy = False
+        _keep(board, message[1], message[2])
+    elif kind in ("say", "failed"):
+        print(f"[{board.clock.tick():6.1f}] {message[1]}", flush=True)
+        one.busy &= kind == "say"
+
+
+def _keep(board: Board, cell: Cell, rows: list[dict[str, Any]]) -> None:
+    """Write a finished cell, and what there is of the study."""
+    board.rows[cell] = rows
+    out = board.materials.out
+    write_json(out / "cells" / cell.slug / "rows.json", {"identity": identity(cell, board.materials), "rows": rows})
+    write_all(board)
+    keys = "  ".join(f"{r['length']}: {r['accuracy']:.2f}" for r in rows if r["benchmark"] == "passkey")
+    first = rows[0]
+    print(
+        f"[{board.clock.tick():6.1f}] {cell.slug}: loss {first['loss']:.3f}, {first['training_seconds']:.0f} + "
+        f"{first['evaluation_seconds']:.0f} s, {first['tokens_per_second']:,.0f} tokens/s; passkey {keys}",
+        flush=True,
+    )
+
+
+def write_all(board: Board) -> None:
+    """results.json with the rows of all finished cells, those of earlier calls included."""
+    path = board.materials.out / "results.json"
+    mine = [row for cell in board.cells for row in board.rows.get(cell, [])]
+    done = {cell.slug for cell in board.rows}
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    name = lambda row: Cell(row["case"], row["seed"], row["mix"], row["size"]).slug
+    write_results(path, environment(), [*(row for row in kept if name(row) not in done), *mine])
