@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.extrapolation.report import passkey_table
+from experiments.tables import passkey_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]

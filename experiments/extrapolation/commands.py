@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bampath.evaluation.results import environment
-from experiments.extrapolation.report import replace_between
+from experiments.tables import replace_between
 
 HERE = Path(__file__).parent
 STEPS = {"setup": ["make", ".venv/.run"], "demo": ["make", "demo"], "test": ["make", "test"]}

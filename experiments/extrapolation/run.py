@@ -90,8 +90,9 @@ def run_study(study: Study, seeds: Sequence[int], out: Path) -> dict[str, Any]:
     from bampath.evaluation.results import environment, write_results
     from experiments.extrapolation.cells import Cell, run_cell
     from experiments.extrapolation.display import Board
-    from experiments.extrapolation.report import findings, report, write_figures
+    from experiments.extrapolation.report import report, write_figures
     from experiments.extrapolation.tokenizer import make_tokenizer
+    from experiments.tables import findings
 
     start, out = time.monotonic(), out.absolute()
     config = study.config(study.schemes[0], seeds[0])
@@ -138,7 +139,7 @@ def describe(study: Study, config: Config) -> dict[str, Any]:
 
 def publish(out: Path, results: dict[str, Any]) -> None:
     """Copy results.json, report.md and figures beside this script, and write the numbers into both READMEs."""
-    from experiments.extrapolation.report import (
+    from experiments.tables import (
         findings,
         passkey_table,
         perplexity_table,

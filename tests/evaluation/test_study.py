@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bampath.evaluation import passkey, perplexity
-from experiments.extrapolation import cells, commands, report, run
+from experiments import tables
+from experiments.extrapolation import cells, commands, run
 from experiments.extrapolation.config import SIZES, Study
 
 SCHEMES = ("nope", "bam(init=slopes)+ssmax")
@@ -92,7 +93,7 @@ def test_findings_say_who_won():
 
     hits = {"a": (20, 20, 19), "b": (20, 3, 0), "c": (5, 20, 20)}
     rows = [row(case, 128 * 2**i, n) for case, numbers in hits.items() for i, n in enumerate(numbers)]
-    said = report.findings({"rows": rows, "study": {"train_length": 128}})
+    said = tables.findings({"rows": rows, "study": {"train_length": 128}})
     assert said == [
         "Not learned at the training length (below 90% there): `c`.",
         "At least 90% of the keys up to 4× the training length: `a`.",
@@ -107,7 +108,7 @@ def test_seeds_are_shown_apart():
         for (case, seed), numbers in hits.items()
         for i, n in enumerate(numbers)
     ]
-    table = report.seed_table({"rows": rows, "study": {"train_length": 128}}).splitlines()
+    table = tables.seed_table({"rows": rows, "study": {"train_length": 128}}).splitlines()
     assert table[0] == "| at least 90% found up to | seed 0 | seed 1 |"
     assert table[2:] == ["| `a` | 2× | 1× |", "| `b` | 0× |  |"]
 
@@ -115,8 +116,8 @@ def test_seeds_are_shown_apart():
 def test_speed_that_was_not_measured_is_not_zero():
     row = {"benchmark": "training", "case": "a", "seed": 0, "parameters": 9, "positional_parameters": 1, "loss": 2.0}
     row |= {"tokens_per_second": None, "training_seconds": 3.0, "evaluation_seconds": 4.0}
-    assert "| `a` | 9 | 1 | 2.000 | not measured | 3 s | 4 s |" in report.time_table({"rows": [row]})
-    assert "| 5,000 |" in report.time_table({"rows": [row | {"tokens_per_second": 5000.0}]})
+    assert "| `a` | 9 | 1 | 2.000 | not measured | 3 s | 4 s |" in tables.time_table({"rows": [row]})
+    assert "| 5,000 |" in tables.time_table({"rows": [row | {"tokens_per_second": 5000.0}]})
 
 
 def test_a_finished_cell_is_read_and_not_trained_again(results, study, folder, monkeypatch):
@@ -163,7 +164,7 @@ def test_publishing_writes_the_numbers_into_the_readme(results, folder, monkeypa
     monkeypatch.setattr(run, "FRONT", folder / "FRONT.md")
     run.publish(folder / "out", results)
     front = (folder / "FRONT.md").read_text(encoding="utf-8")
-    assert front == f"<!-- passkey table -->\n{report.passkey_table(results)}\n<!-- end of passkey table -->"
+    assert front == f"<!-- passkey table -->\n{tables.passkey_table(results)}\n<!-- end of passkey table -->"
     text = (here / "README.md").read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -176,7 +177,7 @@ def test_publishing_writes_the_numbers_into_the_readme(results, folder, monkeypa
 def test_marks_that_are_missing_are_named(tmp_path):
     (tmp_path / "page.md").write_text("a <b> c", encoding="utf-8")
     with pytest.raises(ValueError, match=r"page.md has no '<b>' … '<c>'"):
-        report.replace_between(tmp_path / "page.md", "<b>", "<c>", "text")
+        tables.replace_between(tmp_path / "page.md", "<b>", "<c>", "text")
 
 
 def test_what_the_commands_cost_is_measured_and_written(tmp_path, monkeypatch):
