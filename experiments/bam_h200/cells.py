@@ -122,6 +122,7 @@ def _training(config: Config, trainer: Any, trained: Any, asked: float) -> Row:
     tokens = trained.steps * config.data.batch_size * config.data.sequence_length
     return {
         "benchmark": "training",
+        "train_length": config.model.train_length,
         "steps": trained.steps,
         "tokens": tokens,
         "loss": trained.curve[-1]["loss"],

@@ -1,0 +1,276 @@
+"""results.json (and speed.json) to report.md and figures: `python -m experiments.bam_h200.report FOLDER`.
+
+`--publish` copies results, report and figures beside this script and writes the numbers into its README.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
+from bampath.analysis.figures import short_number
+from bampath.evaluation.intervals import wilson
+from experiments.bam_h200.attention_figure import attention_figure
+from experiments.bam_h200.config import SCHEMES
+from experiments.extrapolation.config import slug
+from experiments.tables import (
+    by,
+    findings,
+    passkey_table,
+    perplexity_table,
+    replace_between,
+    seed_table,
+    table,
+    time_table,
+)
+
+Row = dict[str, Any]
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
+MAIN = ("bam+ssmax", "rope", "alibi")
+# A figure holds eight lines that can be told apart.
+GROUPS = {
+    "": ("bam+ssmax", "rope", "alibi", "bam", "nope", "sinusoidal", "fox(bias=5)", "path+fox(bias=5)"),
+    "-more": (
+        *("bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
+        *("path", "path+fox(bias=5)", "path+bam+ssmax"),
+    ),
+}
+MARKS = ((4, 0.9), (32, 0.7))  # times the training length, share of keys that BAM+SSMax was to find there
+
+
+def parts_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(size, mix) -> what the shared tables read, schemes in the study's order and ablations behind them."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    order = {case: index for index, case in enumerate(SCHEMES)}
+    for row in sorted(rows, key=lambda row: (order.get(row["case"], len(order)), row["case"])):
+        part = found.setdefault((row["size"], row["mix"]), {"study": {}, "rows": []})
+        part["rows"].append(row)
+        if "train_length" in row:
+            part["study"]["train_length"] = row["train_length"]
+    return found
+
+
+def marks(part: dict[str, Any]) -> list[str]:
+    """Whether BAM+SSMax finds the keys that it was to find, beside RoPE and ALiBi, in numbers."""
+    lines = []
+    for times, least in MARKS:
+        shares = {case: _shares(part, case, times * part["study"]["train_length"]) for case in MAIN}
+        if not shares[MAIN[0]]:
+            continue
+        told = "; ".join(f"`{case}` {_mean(own)}" for case, own in shares.items() if own)
+        reached = "reached" if np.mean(shares[MAIN[0]]) >= least else "not reached"
+        lines.append(f"{times}× the training length: {told}. Mark for `{MAIN[0]}`: {least:g}, {reached}.")
+    return lines
+
+
+def _shares(part: dict[str, Any], case: str, length: int) -> list[float]:
+    """Share of keys found at a length, one number per seed."""
+    return [
+        row["accuracy"]
+        for row in sorted(part["rows"], key=lambda row: row["seed"])
+        if row["benchmark"] == "passkey" and row["case"] == case and row["length"] == length
+    ]
+
+
+def _mean(shares: Sequence[float]) -> str:
+    return f"{np.mean(shares):.2f} (seeds {', '.join(f'{share:.2f}' for share in shares)})"
+
+
+def niah_table(part: dict[str, Any]) -> str:
+    """RULER's single needles: share of answers begun right, pooled over seeds, by task and length."""
+    rows = [row for row in part["rows"] if row["benchmark"] == "niah"]
+    columns = sorted({(row["task"], row["length"]) for row in rows})
+    head = ["scheme", *(f"{task.removeprefix('niah_')} at {short_number(length)}" for task, length in columns)]
+    body = []
+    for case, own in by(rows, "case").items():
+        cells = []
+        for task, length in columns:
+            same = [row for row in own if (row["task"], row["length"]) == (task, length)]
+            hits, samples = sum(row["correct"] for row in same), sum(row["samples"] for row in same)
+            cells.append(
+                f"{hits / samples:.2f} [{', '.join(f'{x:.2f}' for x in wilson(hits, samples))}]" if same else ""
+            )
+        body.append([f"`{case}`", *cells])
+    return table(head, body)
+
+
+def prior_table(part: dict[str, Any]) -> str:
+    """How many heads of all seeds fall into each of BAM's clusters, the range of theta_beta, and SSMax's s."""
+    rows = [row for row in part["rows"] if row["benchmark"] == "prior" and "bam/theta_beta" in row["parameters"]]
+    if not rows:
+        return ""
+    kinds = ("local", "uniform", "retrieval", "anti-local")
+    head = ["scheme", "heads", *kinds, "theta_beta", "theta_alpha", "SSMax's s"]
+    body = []
+    for case, own in by(rows, "case").items():
+        of = lambda name, own=own: [row["parameters"][name] for row in own if name in row["parameters"]]
+        span = lambda values: f"{min(values):.2f} … {max(values):.2f}" if values else ""
+        counts = [str(sum(row["regime"] == kind for row in own)) for kind in kinds]
+        spans = [span(of(name)) for name in ("bam/theta_beta", "bam/theta_alpha", "ssmax/scale")]
+        body.append([f"`{case}`", str(len(own)), *counts, *spans])
+    return table(head, body)
+
+
+def attention_table(part: dict[str, Any]) -> str:
+    """The largest weight of any head on the sentence with the key, mean over seeds, and which head it is."""
+    rows = [row for row in part["rows"] if row["benchmark"] == "attention"]
+    if not rows:
+        return ""
+    lengths = sorted({row["length"] for row in rows})
+    head = ["scheme", *(f"at {short_number(length)}" for length in lengths)]
+    body = []
+    for case, own in by(rows, "case").items():
+        cells = []
+        for length in lengths:
+            runs = by([row for row in own if row["length"] == length], "seed").values()
+            best = [max(run, key=lambda row: row["needle"]) for run in runs]
+            names = ", ".join(f"{row['layer']}.{row['head']}" for row in best)
+            cells.append(f"{np.mean([row['needle'] for row in best]):.2f} (layer.head {names})" if best else "")
+        body.append([f"`{case}`", *cells])
+    return table(head, body)
+
+
+def speed_table(speed: dict[str, Any]) -> str:
+    """Tokens per second, MFU and ratios of the train steps that speed.py measured."""
+    head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE"]
+    body = []
+    for row in speed["rows"]:
+        ratio = lambda name, row=row: f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
+        memory = f"{row['memory_bytes'] / 2**30:.1f}" if row["memory_bytes"] else ""
+        mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
+        rate = f"{row['tokens_per_second']:,.0f}"
+        cells = [f"{row['B']} × {row['T']:,}", f"`{row['case']}`", rate, mfu, memory, ratio("torch"), ratio("rope")]
+        body.append([row["shape"], *cells])
+    return table(head, body)
+
+
+def write_figures(folder: Path, rows: Sequence[Row]) -> dict[tuple[str, str], list[str]]:
+    """All figures into `folder`; their names by (size, mix)."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for key, part in parts_of(rows).items():
+        for name, figure in figures_of(part):
+            path = save(figure, folder / f"{key[0]}-{key[1]}-{name}.png")
+            names.setdefault(key, []).append(path.name)
+    return names
+
+
+def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """(name, figure) of one size and mix."""
+    trained = part["study"]["train_length"]
+    of = lambda kind: [row for row in part["rows"] if row["benchmark"] == kind]
+    for suffix, group in GROUPS.items():
+        keys = [row for row in of("passkey") if row["case"] in group and row["length"] <= 64 * trained]
+        if keys:
+            yield f"passkey{suffix}", passkey_figure(keys, trained)
+            losses = [row for row in of("perplexity") if row["case"] in group]
+            yield f"perplexity{suffix}", perplexity_figure(losses, trained)
+    yield "passkey-depth", heatmap_figure(of("passkey"), trained)
+    learned = [row for row in of("prior") if "bam/theta_beta" in row["parameters"]]
+    for case, heads in by(learned, "case").items():
+        yield f"exponents-{slug(case)}", exponent_figure(heads, f"Heads of {case}")
+        first = [row for row in heads if row["seed"] == heads[0]["seed"]]
+        yield f"priors-{slug(case)}", prior_figure(first, trained, f"Priors of {case}")
+    shown = [row for row in of("attention") if row["case"] in MAIN and "row" in row]
+    if shown:
+        yield "attention", attention_figure(shown)
+
+
+def report(results: dict[str, Any], figures: dict[tuple[str, str], list[str]], speed: dict[str, Any] | None) -> str:
+    """The report as Markdown."""
+    env = results["env"]
+    parts = [
+        "# The headline comparison on one GPU",
+        f"Last rows of {env['date'][:10]}: {env['device']}, {env['platform']}, JAX {env['jax']}, "
+        f"commit {env['commit']}.",
+    ]
+    for key, part in parts_of(results["rows"]).items():
+        parts += section(key, part, figures.get(key, []))
+    if speed is not None:
+        parts += ["## Speed of the train step", speed_table(speed)]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(key: tuple[str, str], part: dict[str, Any], figures: Sequence[str]) -> list[str]:
+    """One size and mix."""
+    seeds = len({row["seed"] for row in part["rows"]})
+    runs = [row for row in part["rows"] if row["benchmark"] == "training"]
+    budgets = sorted({(row["steps"], row["tokens"]) for row in runs})
+    told = " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in budgets)
+    shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f.endswith(f"{key[1]}-{name}.png")]
+    learned = [f"![{f}](figures/{f})" for f in figures if "-exponents-" in f or "-priors-" in f]
+    return [
+        f"## Size {key[0]}, mix {key[1]}",
+        f"Trained at {part['study']['train_length']} tokens: {told}; {len(runs)} runs, up to {seeds} seed(s) of a scheme.",
+        *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
+        passkey_table(part),
+        seed_table(part),
+        *shown("passkey"),
+        *shown("passkey-more"),
+        *shown("passkey-depth"),
+        "### RULER's single needles: answers begun right",
+        niah_table(part),
+        "### Perplexity of held-out books by position",
+        perplexity_table(part),
+        *shown("perplexity"),
+        *shown("perplexity-more"),
+        *(["### Learned priors", prior_table(part), *learned] if prior_table(part) else []),
+        *(["### Weight on the key's sentence", attention_table(part), *shown("attention")]),
+        "### Training",
+        time_table(part),
+    ]
+
+
+def write_report(folder: Path, speed: Path | None = None) -> Path:
+    """Read folder/results.json, write folder/figures and folder/report.md; returns the latter's path."""
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    shutil.rmtree(folder / "figures", ignore_errors=True)
+    figures = write_figures(folder / "figures", results["rows"])
+    rates = json.loads(speed.read_text(encoding="utf-8")) if speed is not None and speed.exists() else None
+    path = folder / "report.md"
+    path.write_text(report(results, figures, rates), encoding="utf-8")
+    return path
+
+
+def publish(folder: Path, here: Path = HERE) -> None:
+    """Copy what `write_report` made into `here`, and the main numbers into its README."""
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    if folder != here:
+        for name in ("results.json", "report.md"):
+            shutil.copy(folder / name, here / name)
+        shutil.rmtree(here / "figures", ignore_errors=True)
+        shutil.copytree(folder / "figures", here / "figures")
+    blocks = []
+    for (size, mix), part in parts_of(results["rows"]).items():
+        told = "\n".join(f"- {line}" for line in [*marks(part), *findings(part)])
+        blocks += [f"Size {size}, mix {mix}:", passkey_table(part), told]
+    replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bam_h200.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where results.json is")
+    parser.add_argument("--speed", type=Path, default=HERE / "speed.json", help="speed.py's results, if they are there")
+    parser.add_argument("--publish", action="store_true", help="copy everything beside this script")
+    options = parser.parse_args(argv)
+    print(write_report(options.folder, options.speed))
+    if options.publish:
+        publish(options.folder)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"error: {error}")
