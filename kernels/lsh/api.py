@@ -1,7 +1,7 @@
 """Attention through random block masks whose mean is ALiBi: the entry point, its checks and the choice of a backend.
 
 A backend is a module with `supports(call, combine) -> None | reason` and `attend(call, combine) -> (o, lse)`,
-differentiable in q, k, v (and lse, for "shared"), imported only when it is first considered.
+differentiable in q, k, v (and through lse, which is for "shared" alone), imported only when it is first considered.
 """
 
 from typing import Any
@@ -15,8 +15,17 @@ from kernels.lsh.grids import sample_grids
 __all__ = ["BACKENDS", "PREFERENCE", "choose", "lsh_attention", "sample_grids"]
 
 Array = jax.Array
-BACKENDS = {"reference": "kernels.lsh.reference", "xla": "kernels.lsh.xla", "pallas_triton": "kernels.lsh.gpu"}
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("pallas_triton", "xla"), "tpu": ("xla",)}
+BACKENDS = {
+    "reference": "kernels.lsh.reference",
+    "xla": "kernels.lsh.xla",
+    "pallas_tpu": "kernels.lsh.tpu",
+    "pallas_triton": "kernels.lsh.gpu",
+}
+PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("xla",),
+    "gpu": ("pallas_triton", "xla"),
+    "tpu": ("pallas_tpu", "xla"),
+}
 
 
 def choose(call: Call, combine: Combine, implementation: str | None = None) -> str:
