@@ -208,7 +208,7 @@ def section(key: tuple[str, str], part: dict[str, Any], figures: Sequence[str]) 
     learned = [f"![{f}](figures/{f})" for f in figures if "-exponents-" in f or "-priors-" in f]
     return [
         f"## Size {key[0]}, mix {key[1]}",
-        f"Trained at {part['study']['train_length']} tokens: {told}; {len(runs)} runs, up to {seeds} seed(s) of a scheme.",
+        f"Trained at {part['study']['train_length']} tokens: {told}. {len(runs)} runs, up to {seeds} seeds per scheme.",
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
         seed_table(part),
