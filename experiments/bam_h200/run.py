@@ -86,10 +86,11 @@ def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> An
     begin = time.monotonic()
     say = lambda what: print(f"{what} after {time.monotonic() - begin:.0f} s", flush=True)
     size, materials = SIZES[options.size], Materials(out, options.text, tuple(options.overrides))
-    text.tokenizer_file(options.gpt2, size.study.vocab_size, materials.tokenizer)
-    data = materials.config(cells[0]).data
+    config = materials.config(cells[0])
+    data, vocabulary = config.data, config.model.vocab_size
+    text.tokenizer_file(options.gpt2, vocabulary, materials.tokenizer)
     tokenizer = tokenizer_of(data)
-    read = lambda source: text.corpus(data, source, options.gpt2, size.study.vocab_size)
+    read = lambda source: text.corpus(data, source, options.gpt2, vocabulary)
     if not (out / "held_out.npy").exists():
         held_out = read(options.held_out)
         lengths = [length for group in size.asked.niah for length in group]

@@ -18,7 +18,6 @@ import numpy as np
 
 from bampath.data import DataConfig, TokenCorpus, load_corpus, tokenizer_of
 
-GPT2_END = 50256
 BYTES = 256
 
 
@@ -30,13 +29,15 @@ def read(path: Path) -> bytes:
 def tokenizer_file(gpt2: Path, vocab_size: int, out: Path) -> Path:
     """Write GPT-2's tokenizer with the first vocab_size - 257 of its merges to `out`, unless it is there already.
 
-    gpt2: its tokenizer.json (or .json.xz). The last id is the end of text. ValueError for a size outside 257 … 50257.
+    gpt2: its tokenizer.json (or .json.xz). The last id is the end of text. ValueError for a size outside 257 … 50257
+    (or what the file holds).
     """
-    if not BYTES < vocab_size <= GPT2_END + 1:
-        raise ValueError(f"vocab_size={vocab_size} must be between {BYTES + 1} and {GPT2_END + 1}")
     if not out.exists():
         whole: dict[str, Any] = json.loads(read(gpt2))
         model, merges = whole["model"], vocab_size - BYTES - 1
+        if not 0 <= merges <= len(model["merges"]):
+            most = BYTES + 1 + len(model["merges"])
+            raise ValueError(f"vocab_size={vocab_size} must be between {BYTES + 1} and {most}, the size of {gpt2}")
         kept = {token: index for token, index in model["vocab"].items() if index < BYTES + merges}
         kept["<|endoftext|>"] = BYTES + merges
         model |= {"vocab": kept, "merges": model["merges"][:merges]}
@@ -76,7 +77,7 @@ def corpus_of_file(path: Path, gpt2: Path, vocab_size: int) -> TokenCorpus:
     tokens = cut(np.frombuffer(read(path), "<u2"), pieces(gpt2, vocab_size))
     ends = np.flatnonzero(tokens == vocab_size - 1) + 1
     if not len(ends) or ends[-1] != len(tokens):
-        raise ValueError(f"{path} must be documents of GPT-2 tokens with an end of text ({GPT2_END}) after each")
+        raise ValueError(f"{path} must be documents of GPT-2 tokens with an end of text (its last id) after each")
     offsets = np.concatenate([[0], ends]).astype(np.int64)
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
     return TokenCorpus(tokens, offsets, digest, {"source": path.name, "part": "file"})

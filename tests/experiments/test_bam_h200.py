@@ -1,0 +1,262 @@
+"""The trained comparison: its text, its batches, its optimiser, what it asks, what it reports, and a run of it all."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bampath import step
+from bampath.config import get
+from bampath.data import DataConfig, RetrievalOptions, tokenizer_of
+from bampath.data.corpus import corpus_of
+from bampath.data.loader import BatchSource
+from bampath.data.tokenizer import HuggingFaceTokenizer
+from bampath.evaluation.passkey import PasskeyTask, Prompts
+from bampath.evaluation.reader import ModelReader
+from experiments.bam_h200 import cells, measure, optimizer, report, rows, run, text, training
+from experiments.bam_h200.config import SIZES, Cell
+
+SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """A BPE with GPT-2's layout: 256 bytes, then merges in order, then the end of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator([SENTENCES, "hidden hiding greener yellowish skies"] * 20, trainer)
+    data = json.loads(made.to_str())
+    data["model"]["vocab"]["<|endoftext|>"] = len(data["model"]["vocab"])
+    path = tmp_path_factory.mktemp("gpt2") / "tokenizer.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("size", [257, 280, 320])
+def test_a_vocabulary_that_is_cut_gives_the_tokens_of_the_shorter_bpe(gpt2: Path, size: int, tmp_path: Path) -> None:
+    whole = HuggingFaceTokenizer(gpt2)
+    short = HuggingFaceTokenizer(text.tokenizer_file(gpt2, size, tmp_path / "tokenizer.json"))
+    assert short.vocab_size == size
+    assert short.eos_id == size - 1
+    words = "The hidden sky is yellowish, green12. Ünder 7 skies he hid — there."
+    ids = np.array([*whole.encode(words), whole.vocab_size - 1], np.uint16)
+    got = text.cut(ids, text.pieces(gpt2, size))
+    assert got[:-1].tolist() == short.encode(words)
+    assert got[-1] == short.eos_id
+
+
+def test_a_file_of_tokens_becomes_documents(gpt2: Path, tmp_path: Path) -> None:
+    end = HuggingFaceTokenizer(gpt2).vocab_size - 1
+    np.array([65, 66, end, 67, end], "<u2").tofile(tmp_path / "a.u16")
+    found = text.corpus_of_file(tmp_path / "a.u16", gpt2, 300)
+    assert [found.document(i).tolist() for i in range(found.documents)] == [[65, 66, 299], [67, 299]]
+    np.array([65, 66], "<u2").tofile(tmp_path / "b.u16")
+    with pytest.raises(ValueError, match=r"b\.u16 must be documents"):
+        text.corpus_of_file(tmp_path / "b.u16", gpt2, 300)
+    with pytest.raises(ValueError, match="vocab_size=256 must be between 257 and 321"):
+        text.tokenizer_file(gpt2, 256, tmp_path / "x.json")
+
+
+def test_rows_in_memory_are_those_of_the_loader(tmp_path: Path) -> None:
+    retrieval = RetrievalOptions(share=0.5, kind="brief", answer_weight=20.0)
+    config = DataConfig(source="x", sequence_length=200, batch_size=4, retrieval=retrieval)
+    random = np.random.default_rng(0)
+    corpus = corpus_of([random.integers(0, 256, size=n).tolist() for n in (700, 90, 2000)])
+    kept = rows.save_corpus(corpus, tmp_path / "text")
+    folder = rows.make_rows(config, kept, 3, tmp_path / "rows", processes=1)
+    source, done = BatchSource(config, corpus, tokenizer_of(config)), 0
+    for end, block in rows.read_rows(folder, 0, 3, 2):
+        for index in range(end - done):
+            want = source[done + index]
+            for name, array in block.items():
+                np.testing.assert_array_equal(array[index], want[name], err_msg=name)
+        done = end
+    assert done == 3
+    with pytest.raises(ValueError, match="another configuration"):
+        rows.make_rows(config, kept, 4, tmp_path / "rows", processes=1)
+    uneven = DataConfig(source="x", retrieval=RetrievalOptions(share=0.5, answer_weight=1.5))
+    with pytest.raises(ValueError, match="whole numbers"):
+        rows.make_rows(uneven, kept, 1, tmp_path / "other", processes=1)
+
+
+def test_stacked_muon_is_muon() -> None:
+    config = get("tiny", "optim.name=muon", "position=path+fox", "optim.lr=0.01", "optim.warmup_steps=0")
+    declared = step.declare(step.build_model(config))
+    plain, stacked = step.optimizer_of(config, declared), optimizer.optimizer_of(config, declared)
+    random = np.random.default_rng(0)
+    draw = lambda: jax.tree.map(lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), declared.shapes)
+    params = draw()
+    states = [plain.init(params), stacked.init(params)]
+    for _ in range(2):
+        grads, found = draw(), []
+        for index, one in enumerate((plain, stacked)):
+            updates, states[index] = jax.jit(one.update)(grads, states[index], params)
+            found.append(updates)
+        for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-7)
+
+
+def test_a_clamp_moves_exponents_only() -> None:
+    params = {"a": {"theta_beta": jnp.array([-1.0, 2.0]), "theta_alpha": jnp.array([-3.0])}}
+    found = training.clamped(params, 0.0)
+    assert found["a"]["theta_beta"].tolist() == [0.0, 2.0]
+    assert found["a"]["theta_alpha"].tolist() == [-3.0]
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    """(model, parameters) of one layer."""
+    size = ("model.layers=1", "model.heads=2", "model.dim=16", "model.mlp_dim=16", "data.sequence_length=64")
+    config = get("tiny", *size, "position=bam(init=linear)+ssmax")
+    model = step.build_model(config)
+    return model, step.init_state(config, model, step.optimizer_of(config, step.declare(model))).params
+
+
+def test_compiled_programs_read_what_a_reader_reads(small: Any) -> None:
+    model, params = small
+    random = np.random.default_rng(0)
+    tokens, targets = (random.integers(0, 256, size=(2, 40)).astype(np.int32) for _ in range(2))
+    places = random.integers(0, 40, size=(2, 3)).astype(np.int32)
+    shapes = measure.Recorder(384)
+    assert shapes.logits_at(tokens, places).shape == (2, 3, 384)
+    assert shapes.losses(tokens, targets).shape == (2, 40)
+    reader = measure.CompiledReader(model, params, 64, shapes)
+    plain = ModelReader(model, params)
+    np.testing.assert_allclose(reader.logits_at(tokens, places), plain.logits_at(tokens, places), rtol=1e-5)
+    np.testing.assert_allclose(reader.losses(tokens, targets), plain.losses(tokens, targets), rtol=1e-5)
+
+
+def test_attention_of_the_last_token_is_that_of_the_formula(small: Any) -> None:
+    model, params = small
+    tokens = np.random.default_rng(1).integers(0, 256, size=(1, 30)).astype(np.int32)
+    got = np.asarray(measure.last_attention(model, params, jnp.asarray(tokens)))
+    own = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    norm = lambda x, scale: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+    x = norm(own["embedding"][tokens[0]], own["layer_0"]["attention_norm"]["scale"])
+    layer = own["layer_0"]["attention"]
+    q, k = (np.einsum("td,dhk->thk", x, layer[name]) for name in ("query", "key"))
+    prior = layer["position"]["bam"]
+    cost = lambda h, d: np.exp(prior["theta_alpha"][h]) * (d + 1e-5) ** prior["theta_beta"][h]
+    for head in range(2):
+        logits = k[:, head] @ q[-1, head] / np.sqrt(8) - cost(head, np.arange(29, -1, -1.0))
+        weights = np.exp(np.log(30) * layer["position"]["ssmax"]["scale"][head] * (logits - logits.max()))
+        np.testing.assert_allclose(got[0, head], weights / weights.sum(), rtol=2e-4, atol=1e-7)
+
+
+def test_spans_keep_the_largest_weight() -> None:
+    weights = np.arange(1000.0)
+    assert measure._spans(weights, 4) == [249, 499, 749, 999]
+    assert measure._spans(weights[:3], 4) == [0, 1, 2]
+
+
+class _Perfect:
+    """A reader that knows the answers at lengths below `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        logits = np.zeros((*places.shape, 259), np.float32)
+        for row, own in enumerate(places):
+            count = int(own[-1]) + 1  # of the tokens but the last
+            digits = tokens[row, :count]
+            key = bytes(digits[digits < 256].astype(np.uint8)).split(b"pass key is ")[1][:5]
+            for place, digit in enumerate(key):
+                logits[row, place, digit if count < self.limit else 0] = 1
+        return logits
+
+    def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        return np.zeros(tokens.shape, np.float32)
+
+
+def test_passkeys_of_a_group_are_read_together_and_far_ones_if_a_key_was_found() -> None:
+    asked = SIZES["tiny"].asked
+    tokenizer = tokenizer_of(DataConfig())
+    asked = replace(asked, passkey=((600, 1200), (2400,)), far=(4800, 9600), samples=3, far_samples=2)
+    found = measure.passkey(_Perfect(3000), tokenizer, asked, 16_384)
+    assert [(row["length"], row["samples"], row["accuracy"]) for row in found] == [
+        (600, 3, 1.0),
+        (1200, 3, 1.0),
+        (2400, 3, 1.0),
+        (4800, 2, 0.0),
+    ]
+    keys = [prompt.key for prompt in Prompts(PasskeyTask(samples=3), tokenizer).make(1200)]
+    assert [sample["key"] for sample in found[1]["depths"]] == keys
+
+
+def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
+    options = run.parse(["--text", "a.u16", "--held-out", "b", "--gpt2", "c", "--seeds", "0", "1"])
+    found = run.cells_of(options)
+    assert [cell.seed for cell in found] == [0] * 14 + [1] * 14
+    assert len({cell.slug for cell in found}) == 28
+    assert len({cell.program for cell in found}) == 14
+    config = Cell("bam+ssmax clamped", 2, "text").config(Path("t.json"), "x", ("train.steps=100",))
+    assert (config.model.position, config.train.seed, config.data.seed) == ("bam+ssmax", 2, 2)
+    assert config.data.retrieval.share == 0
+    with pytest.raises(ValueError, match="mix='books' is not one of retrieval, text"):
+        Cell("rope", 0, "books").config(Path("t.json"), "x")
+    with pytest.raises(ValueError, match="ropee"):
+        Cell("ropee", 0).config(Path("t.json"), "x")
+    assert cells.asked_of(Cell("path", 0)).passkey == ((512, 1024, 2048, 4096), (8192, 16384))
+    with pytest.raises(ValueError, match=r"train\.steps=70 must be a multiple of 50"):
+        training.Trainer(get("tiny", "train.steps=70"))
+
+
+def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
+    right = round(20 * share)
+    depths = [{"depth": i / 19, "correct": i < right} for i in range(20)]
+    where = {"case": case, "seed": seed, "mix": "retrieval", "size": "small", "benchmark": "passkey"}
+    return {**where, "length": length, "samples": 20, "correct": right, "accuracy": share, "depths": depths}
+
+
+def test_the_report_says_whether_the_marks_are_reached() -> None:
+    shares = {"bam+ssmax": {2048: (1.0, 0.9, 0.95), 16384: (0.8, 0.5, 0.6)}, "rope": {2048: (0.0, 0.1, 0.0)}}
+    made = [
+        _row(case, seed, length, own[seed])
+        for case, lengths in shares.items()
+        for length, own in lengths.items()
+        for seed in range(3)
+    ]
+    part = {"study": {"train_length": 512}, "rows": made}
+    near, far = report.marks(part)
+    assert near == (
+        "4× the training length: `bam+ssmax` 0.95 (seeds 1.00, 0.90, 0.95); `rope` 0.03 (seeds 0.00, 0.10, 0.00). "
+        "Mark for `bam+ssmax`: 0.9, reached."
+    )
+    assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
+
+
+@pytest.mark.slow
+def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = HuggingFaceTokenizer(gpt2)
+    book = [*whole.encode(SENTENCES * 80), whole.vocab_size - 1]
+    np.array(book * 3, "<u2").tofile(tmp_path / "books.u16")
+    for kind in ("noun", "adjective", "verb"):
+        (tmp_path / f"{kind}list.txt").write_text("\n".join(f"{kind}{c}" for c in "abcdef"))
+    common = ["model.layers=1", "model.dim=16", "model.heads=2", "model.mlp_dim=16", "data.retrieval.kind=brief"]
+    common += ["--text", str(tmp_path / "books.u16"), "--held-out", str(tmp_path / "books.u16"), "--gpt2", str(gpt2)]
+    common += ["--words", str(tmp_path), "--size", "tiny", "--out", str(tmp_path / "out"), "--processes", "1"]
+    common += ["model.vocab_size=300"]
+    run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
+    assert "1 of 1 cells" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--resume"):
+        run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
+    run.main([*common, "--resume", "--cases", "bam+ssmax", "--seeds", "0", "1", "--minutes", "0"])
+    assert "missing: tiny-retrieval-bam-ssmax-seed1" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    kinds = {row["benchmark"] for row in found}
+    assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}
+    page = report.write_report(tmp_path / "out").read_text()
+    assert "| `bam+ssmax` |" in page
+    assert all((tmp_path / "out" / "figures" / n).exists() for n in ("tiny-retrieval-passkey.png",))
