@@ -86,7 +86,7 @@ def _work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> No
     first, asked = cells[0], asked_of(cells[0])
     config = materials.config(first)
     begin = time.monotonic()
-    trainer = Trainer(config, 0.0 if first.case.endswith(CLAMPED) else None)
+    trainer = Trainer(config, 0.0 if CLAMPED in first.changes else None)
     compiled = time.monotonic() - begin
     tokenizer = tokenizer_of(config.data)
     questions = needles.read(materials.out / "needles.json", tokenizer)

@@ -12,8 +12,7 @@ SCHEMES = (
 )
 # Of the retrieval documents in the training text: half of the rows end in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
-# Beside the schemes: theta_beta kept at or above this after every step.
-CLAMPED = " clamped"
+CLAMPED = "clamped"  # in a case: theta_beta is put back to at least 0 after every step
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained and asked: a case (a scheme, perhaps clamped), a seed, a mix of the text, at a size."""
+    """What is trained and asked: a case, a seed, a mix of the text, at a size.
+
+    A case is a scheme, perhaps with changes of its own behind an @: "bam+ssmax @ clamped", "rope @ optim.lr=0.004".
+    """
 
     case: str
     seed: int
@@ -104,7 +106,11 @@ class Cell:
 
     @property
     def scheme(self) -> str:
-        return self.case.removesuffix(CLAMPED)
+        return self.case.partition("@")[0].strip()
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        return tuple(self.case.partition("@")[2].split())
 
     @property
     def slug(self) -> str:
@@ -121,5 +127,6 @@ class Cell:
         if self.mix not in MIXES:
             raise ValueError(f"mix={self.mix!r} is not one of {', '.join(MIXES)}")
         study = SIZES[self.size].study
-        changes = (*study.overrides, *MIXES[self.mix], f"data.source={source}", *overrides)
+        own = (change for change in self.changes if change != CLAMPED)
+        changes = (*study.overrides, *MIXES[self.mix], f"data.source={source}", *overrides, *own)
         return replace(study, overrides=changes).config(self.scheme, self.seed, tokenizer)

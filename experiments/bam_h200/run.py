@@ -45,7 +45,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--words", type=Path, help="RULER's word lists (default: those of the package wonderwords)")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["retrieval"])
-    parser.add_argument("--cases", nargs="+", metavar="SPEC", help="schemes; 'SPEC clamped' keeps theta_beta >= 0")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="SPEC",
+        help="schemes, or 'SPEC @ key=value …'; 'SPEC @ clamped' keeps theta_beta >= 0",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--together", type=int, default=1, help="cells that use the device at a time (default 1)")

@@ -201,9 +201,10 @@ def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
     assert [cell.seed for cell in found] == [0] * 14 + [1] * 14
     assert len({cell.slug for cell in found}) == 28
     assert len({cell.program for cell in found}) == 14
-    config = Cell("bam+ssmax clamped", 2, "text").config(Path("t.json"), "x", ("train.steps=100",))
+    config = Cell("bam+ssmax @ clamped optim.lr=0.5", 2, "text").config(Path("t.json"), "x", ("train.steps=100",))
     assert (config.model.position, config.train.seed, config.data.seed) == ("bam+ssmax", 2, 2)
     assert config.data.retrieval.share == 0
+    assert config.optim.lr == 0.5
     with pytest.raises(ValueError, match="mix='books' is not one of retrieval, text"):
         Cell("rope", 0, "books").config(Path("t.json"), "x")
     with pytest.raises(ValueError, match="ropee"):
