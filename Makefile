@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-slow test-tpu test-tpu-all lint types format clean
+.PHONY: help demo test test-slow test-processes test-tpu test-tpu-all lint types format clean
 
 help:
 	@echo "make demo       train and compare positional schemes on real text (about 8 minutes on 2 cores)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests that the suite leaves out (about an hour on 2 cores)"
+	@echo "make test-processes  2 and 4 real processes train together, are killed, go on (about 3 minutes)"
 	@echo "make VENV=build/venv-tpu test-tpu       compile the TPU kernels ahead of time (test-tpu-all: and whole train steps)"
 	@echo "make lint types format"
 
@@ -27,10 +28,14 @@ demo: $(VENV)/.run
 	$(BIN)/python -m experiments.extrapolation.run
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not aot" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not aot and not processes" -n 2
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "slow and not gpu and not aot" -n 2
+	$(BIN)/python -m pytest -m "slow and not gpu and not aot and not processes" -n 2
+
+# Each of these tests starts up to four processes, so it runs alone.
+test-processes: $(VENV)/.dev
+	$(BIN)/python -m pytest tests -m processes
 
 # libtpu compiles for TPU topologies on an ordinary machine; it needs an environment of its own and one process.
 test-tpu: $(VENV)/.dev

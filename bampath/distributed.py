@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from bampath.watch import Watch
+
 HEARTBEAT_SECONDS = 100  # JAX's own default
 
 # What the errors of collectives (gloo, NCCL, the coordination service) have in common when a process is gone.
@@ -29,6 +31,10 @@ _LOST = re.compile(
 
 class LostError(RuntimeError):
     """Another process of the run is gone, so nothing that needs all of them can be finished."""
+
+
+class DisagreementError(ValueError):
+    """The processes of a run were started differently; every one of them raises this."""
 
 
 def join(
@@ -44,7 +50,8 @@ def join(
     coordinator (HOST:PORT of process 0), processes and process: all three or none; their defaults are
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. wanted: true joins with what JAX finds out by itself
     (TPU pods, SLURM, Open MPI, GKE), false never joins; None joins if the environment names several processes.
-    heartbeat: seconds of silence after which a process counts as dead and JAX ends the others.
+    heartbeat: seconds of silence after which a process counts as dead and JAX ends the others (see `bampath.watch` for
+    what is noticed at once).
 
     ValueError for options that do not go together, or if JAX finds nothing to join.
     """
@@ -68,7 +75,26 @@ def join(
         ) from None
     except RuntimeError as error:  # JAX's own words for a process that does not come, or two that have one number
         raise ValueError(f"joining the other processes failed: {str(error).splitlines()[0]}") from None
+    _watch_others(address)
     return True
+
+
+_watch: Watch | None = None
+
+
+def _watch_others(coordinator: str | None) -> None:
+    """Watch over the other processes, where the host of process 0 is known."""
+    global _watch
+    address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or _found_by_jax()
+    if address is not None and several():
+        _watch = Watch(address.rsplit(":", 1)[0].strip("[]"), jax.process_index(), jax.process_count())
+
+
+def _found_by_jax() -> str | None:
+    """The coordinator that JAX found by itself. It tells no one in public: without it the heartbeat has to do."""
+    from jax._src import distributed as private
+
+    return getattr(getattr(private, "global_state", None), "coordinator_address", None)
 
 
 def _given(coordinator: str | None, processes: int | None, process: int | None) -> tuple[str, int, int] | tuple[()]:
@@ -128,7 +154,7 @@ def check_joined() -> None:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """ValueError, in every process, if they do not all have the same facts (JSON values); names what differs where."""
+    """DisagreementError, in every process, unless all have the same facts (JSON values), naming what differs."""
     if not several():
         return
     from jax.experimental import multihost_utils
@@ -141,7 +167,7 @@ def agree(facts: Mapping[str, Any]) -> None:
         others = [i for i in range(len(everyone)) if (everyone[i, place] != everyone[0, place]).any()]
         if others:
             shown = text if len(text) <= 200 else f"{text[:200]}…"
-            raise ValueError(
+            raise DisagreementError(
                 f"the processes disagree about {name}: {', '.join(map(str, others))} of {len(everyone)} differ from "
                 f"process 0; process {jax.process_index()} has {shown}. All need the same command, the same text and "
                 "the same --run-dir on a file system that they share"
@@ -204,7 +230,11 @@ def describe() -> str:
 
 
 def part() -> None:
-    """Leave the run after an end that all processes have come to, together with them."""
+    """Leave the run after an end that all processes come to, together with them. Nothing if there are no others."""
+    if not jax.distributed.is_initialized():
+        return
+    if _watch is not None:
+        _watch.close()
     jax.distributed.shutdown()
 
 

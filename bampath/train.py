@@ -93,8 +93,8 @@ def fit(
     out: where progress is shown; default: standard output. Process 0 shows it, and writes all but arrays.
 
     Raises NonFiniteError, after saving the last sound state; FileExistsError; InUseError if another process writes to
-    `run_dir`; CheckpointError if the run is of another model; ValueError for keys that cannot change when resuming, or
-    if the processes of a run disagree; SaveError if a checkpoint cannot be written; LostError if another process of the
+    `run_dir`; CheckpointError if the run is of another model; ValueError for keys that cannot change when resuming;
+    DisagreementError if the processes of a run were started differently; SaveError if a checkpoint cannot be written; LostError if another process of the
     run is gone: then end with `bampath.distributed.leave`.
     """
     distributed.check_joined()

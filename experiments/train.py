@@ -22,8 +22,9 @@ from types import FrameType
 
 from bampath import config as configs
 from bampath.config import Config
+from bampath.watch import LOST
 
-NOT_FINITE, REFUSED, LOST, UNWRITTEN = 1, 2, 4, 5  # exit statuses
+NOT_FINITE, REFUSED, UNWRITTEN = 1, 2, 5  # exit statuses, beside LOST
 
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
@@ -56,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     if joined and status in (REFUSED, LOST, UNWRITTEN):  # the others may not have come to this
         distributed.leave(status)
-    if joined:
-        distributed.part()
+    distributed.part()
     return status
 
 
@@ -76,7 +76,7 @@ def train(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
     """Train, say how it ended, and return the exit status."""
     from bampath import distributed
     from bampath.checkpoint import CheckpointError, SaveError
-    from bampath.distributed import LostError
+    from bampath.distributed import DisagreementError, LostError
     from bampath.train import NonFiniteError, fit
 
     stop, say = Stop(), print if distributed.lead() else lambda _: None
@@ -85,6 +85,10 @@ def train(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
     except (NonFiniteError, LostError, SaveError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return {NonFiniteError: NOT_FINITE, LostError: LOST, SaveError: UNWRITTEN}[type(error)]
+    except DisagreementError as error:
+        refuse(error)
+        distributed.part()
+        return REFUSED
     except (CheckpointError, OSError, ValueError) as error:
         if options.traceback:
             raise

@@ -1,7 +1,8 @@
-"""Runs `experiments.train` with the arguments given after a moment at which this process kills itself with SIGKILL:
+"""Runs `experiments.train` with the arguments given after a moment at which this process sends itself a signal:
 
-python -m tests.train.killed step:4:0.003 --config tiny …     0.003 s after step 4 was logged
-python -m tests.train.killed save:8 --config tiny …           while the checkpoint of step 8 is being written
+python -m tests.train.killed step:4:0.003 --config tiny …     SIGKILL, 0.003 s after step 4 was logged
+python -m tests.train.killed save:8 --config tiny …           SIGKILL while the checkpoint of step 8 is being written
+python -m tests.train.killed term:4 --config tiny …           SIGTERM after step 4 was logged
 python -m tests.train.killed never --config tiny …
 """
 
@@ -22,7 +23,7 @@ def watch(moment: str, run_dir: Path) -> None:
     while not (saving.exists() if kind == "save" else log.exists() and logged in log.read_text()):
         time.sleep(0.0002)
     time.sleep(float(wait[0]) if wait else 0)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM if kind == "term" else signal.SIGKILL)
 
 
 if __name__ == "__main__":
