@@ -21,17 +21,20 @@ from bampath.params import POSITIONAL_ROLES
 MUON_RMS = 0.2
 
 
-def make_optimizer(config: OptimConfig, steps: int, roles: Any, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, steps: int, roles: Any, axes: Any, rate: optax.Schedule | None = None
+) -> optax.GradientTransformation:
     """The optimiser for a run of `steps` steps.
 
     roles, axes: trees with the parameters' structure, from `bampath.params.roles` and `.axes` of the tagged parameters.
+    rate: step -> learning rate, instead of the configuration's own schedule.
     """
     return optax.chain(
         clip(config, roles),
         direction(config, roles, axes),
         decay(config, roles),
         scale_by_role(config, roles),
-        optax.scale_by_learning_rate(learning_rate(config, steps)),
+        optax.scale_by_learning_rate(rate or learning_rate(config, steps)),
     )
 
 

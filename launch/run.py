@@ -1,0 +1,155 @@
+"""Start a training run somewhere, keep it going, and bring its logs back:
+
+    python -m launch.run --on local --config tiny train.steps=200
+    python -m launch.run --on tpu-vm --create --spot --type v5litepod-256 --zone us-west4-a --runs /mnt/runs \\
+        --config bam-1.1b position=path+fox mesh.data=16 mesh.fsdp=16 --dry-run
+    python -m launch.run --on xpk --cluster pods --zone us-west4-a --type v6e-256 --runs /mnt/runs --config …
+    python -m launch.run --on slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 --config bam-1.1b mesh.fsdp=16
+
+A run is called by its configuration, scheme and date; its folder is RUNS/NAME, which all of its machines must see. It
+is started with --resume, so that every later start continues from the last checkpoint: after a preemption, a kill, a
+lost machine. --dry-run prints exactly what would be written and run, as a shell script, and does nothing. To go on with
+a run later, launch it again with its --name.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bampath import config as configs
+from bampath.config import Config
+from launch.plan import call, check_name, execute, run_name, script
+from launch.targets import TARGETS, chips_of
+
+CHIPS_PER_HOST = {"v5litepod": 8, "v5p": 4, "v6e": 8}  # of slices of one host; larger ones have 4 per host
+_COMMON = {"on", "config", "overrides", "name", "runs", "logs", "max_restarts", "dry_run", "allow_dirty"}
+_OWN: dict[str, tuple[set[str], set[str]]] = {  # options that a target needs, and that it may have
+    "tpu-vm": ({"zone", "type", "runs"}, {"project", "tpu", "create", "spot", "runtime_version"}),
+    "xpk": ({"cluster", "zone", "type", "runs"}, {"project", "image", "base_image"}),
+    "slurm": ({"nodes", "gpus_per_node", "time"}, {"partition", "account"}),
+    "local": (set(), {"processes", "python"}),
+}
+_DEFAULTS = {"processes": 1, "python": sys.executable, "base_image": "python:3.12"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command: 0 done, 2 a wrong command line, else the status of the run (see `launch.supervise`)."""
+    try:
+        options = parse(arguments)
+        plan = TARGETS[options.on](options)
+        if not options.dry_run and options.on in ("tpu-vm", "xpk"):
+            refuse_uncommitted(options)
+    except (ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print(script(plan))
+        return 0
+    if options.on == "local":  # in place of this process, so that whoever stops it stops the run
+        os.execvp(plan.run[0].argv[0], plan.run[0].argv)
+    return execute(plan, call)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked. ValueError for options that are missing or that the target has no use for, for a wrong
+    configuration, and for a mesh of another size than the machine's."""
+    options = _parser().parse_intermixed_args(arguments)
+    config = configs.get(options.config, *options.overrides)
+    needed, possible = _OWN[options.on]
+    for name, value in vars(options).items():
+        given = value not in (None, False)
+        if name in needed and not given:
+            raise ValueError(f"--on {options.on} needs {_flag(name)}")
+        if given and name not in _COMMON | needed | possible:
+            raise ValueError(f"--on {options.on} has no use for {_flag(name)}")
+        if name in possible and not given and name in _DEFAULTS:
+            setattr(options, name, _DEFAULTS[name])
+    options.runs = (options.runs or "runs").rstrip("/")
+    options.name = options.name or run_name(options.config, config.model.position, time.localtime())
+    check_name(options.name)
+    _check_target(options, config)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the configuration's")
+    parser.add_argument("--on", required=True, choices=tuple(TARGETS), help="where")
+    parser.add_argument("--config", required=True, metavar="NAME", help=f"one of {', '.join(configs.names())}")
+    parser.add_argument("--name", help="of the run; default: configuration, scheme and date")
+    parser.add_argument("--runs", metavar="DIR", help="folder of runs, the same on all machines (here: runs)")
+    parser.add_argument("--logs", default="logs", metavar="DIR", help="where logs are collected here (default logs)")
+    parser.add_argument("--max-restarts", type=int, default=50, metavar="N", help="default 50")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    parser.add_argument("--allow-dirty", action="store_true", help="launch although files differ from the last commit")
+    cloud = parser.add_argument_group("tpu-vm and xpk")
+    cloud.add_argument("--type", metavar="T", help="accelerator type: v5litepod-256, v5p-512, v6e-256, …")
+    cloud.add_argument("--zone")
+    cloud.add_argument("--project", help="default: gcloud's own")
+    vm = parser.add_argument_group("tpu-vm")
+    vm.add_argument("--tpu", metavar="NAME", help="a TPU VM that is there (default: called like the run)")
+    vm.add_argument("--create", action="store_true", help="make it, and again when it was preempted")
+    vm.add_argument("--spot", action="store_true", help="as a spot machine, with --create")
+    vm.add_argument("--runtime-version", metavar="V", help="default: the one of the type")
+    gke = parser.add_argument_group("xpk")
+    gke.add_argument("--cluster")
+    gke.add_argument("--image", help="a docker image that holds this repository and its requirements")
+    gke.add_argument("--base-image", help="or one to put them into (default python:3.12)")
+    batch = parser.add_argument_group("slurm")
+    batch.add_argument("--nodes", type=int)
+    batch.add_argument("--gpus-per-node", type=int)
+    batch.add_argument("--time", help="HH:MM:SS of one attempt")
+    batch.add_argument("--partition")
+    batch.add_argument("--account")
+    here = parser.add_argument_group("local")
+    here.add_argument("--processes", type=int, help="of the run on this machine (default 1)")
+    here.add_argument("--python", help="interpreter (default: this one)")
+    return parser
+
+
+def _check_target(options: argparse.Namespace, config: Config) -> None:
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts {options.max_restarts} must not be negative")
+    if options.on == "tpu-vm" and not options.create and not options.tpu:
+        raise ValueError("--on tpu-vm needs --tpu NAME of a TPU VM that is there, or --create")
+    if options.on == "tpu-vm" and options.spot and not options.create:
+        raise ValueError("--spot is for machines that are made: it needs --create")
+    if options.on == "xpk" and options.image and options.base_image != _DEFAULTS["base_image"]:
+        raise ValueError("--image and --base-image exclude each other")
+    devices = None
+    if options.on in ("tpu-vm", "xpk"):
+        devices = chips_of(options.type)
+        own_host = CHIPS_PER_HOST[options.type.split("-")[0]]
+        options.hosts = 1 if devices <= own_host else devices // 4
+    elif options.on == "slurm":
+        for name in ("nodes", "gpus_per_node"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"{_flag(name)} {getattr(options, name)} must be at least 1")
+        devices = options.nodes * options.gpus_per_node
+    if devices is not None and config.mesh.size != devices:
+        raise ValueError(
+            f"the machine has {devices} devices, but mesh.data × mesh.fsdp × mesh.tensor × mesh.context is "
+            f"{config.mesh.size}; `python -m launch.compile` finds out what fits"
+        )
+
+
+def refuse_uncommitted(options: argparse.Namespace) -> None:
+    """ValueError if what is sent would not be what is here: machines get the last commit."""
+    git = ["git", "status", "--porcelain", "--untracked-files=no"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    if (done.returncode or done.stdout.strip()) and not options.allow_dirty:
+        raise ValueError("files differ from the last commit, which is what the machines get: commit, or --allow-dirty")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

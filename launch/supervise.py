@@ -1,0 +1,209 @@
+"""Keep a run going: start its processes, write their logs, and start them again when they were killed.
+
+    python -m launch.supervise --logs logs/NAME --max-restarts 50 -- python -m experiments.train … --resume
+
+The command must continue by itself where it stopped (`experiments.train --resume` does, from nothing too). With
+`--processes N` it is started N times, as processes of one run on this machine; when one of them ends badly, all are
+stopped and started again together. What an exit status means is said by `experiments.train`: what would only fail
+again is not repeated.
+
+    0               done
+    1, 2, 5         a loss that is not finite, a refused run, a file that cannot be written: ends, with this status
+    4, 128 + n, −n  another process is gone, stopped or killed by signal n: again, at most --max-restarts times
+
+An interrupt of the supervisor (SIGINT, SIGTERM) goes to the processes, which save, and nothing is started again.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+FINAL = (1, 2, 5)  # exit statuses of experiments.train after which trying again is no use
+STATUS_NAME, PID_NAME, LOG_NAME = "status", "pid", "log"
+_AT_ONCE = 10.0  # seconds; a process that ends sooner is not started again at once
+
+
+class Supervisor:
+    """Runs a command until it is done.
+
+    logs: folder for `log` (all output and what the supervisor did), `attempt-NN-process-I.log`, `pid` and, at the end,
+    `status`. processes: how many of the command make one run; restarts: at most so many; patience: seconds that the
+    others get to end after one process ended badly; pause: seconds before a start after a very short attempt.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        processes: int = 1,
+        restarts: int = 50,
+        patience: float = 120.0,
+        pause: float = 10.0,
+    ) -> None:
+        if not command:
+            raise ValueError("there is no command to run; write it after --")
+        if processes < 1 or restarts < 0:
+            raise ValueError(f"processes={processes} must be at least 1 and restarts={restarts} at least 0")
+        self.command, self.logs, self.processes, self.restarts = list(command), logs, processes, restarts
+        self.patience, self.pause = patience, pause
+        self.stopped_by = 0
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+
+    def run(self) -> int:
+        """The exit status of the last attempt: 0 done, 128 + n where a process or the supervisor was stopped by n."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        (self.logs / STATUS_NAME).unlink(missing_ok=True)
+        (self.logs / PID_NAME).write_text(f"{os.getpid()}\n", encoding="utf-8")
+        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with (self.logs / LOG_NAME).open("ab") as log:
+                status = self._attempts(log)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        (self.logs / STATUS_NAME).write_text(f"{status}\n", encoding="utf-8")
+        return status
+
+    def _attempts(self, log: IO[bytes]) -> int:
+        first = len(list(self.logs.glob("attempt-*-process-0.log")))  # of earlier supervisors of this run
+        for attempt in range(self.restarts + 1):
+            start = time.monotonic()
+            statuses = self._attempt(first + attempt, log)
+            status = verdict(statuses)
+            what = ", ".join(str(one) for one in statuses)
+            if status == 0 or status in FINAL or self.stopped_by or attempt == self.restarts:
+                self._say(log, f"attempt {first + attempt} ended with {what}; {self._why(status)}")
+                return status
+            self._say(log, f"attempt {first + attempt} ended with {what}; starting again from the last checkpoint")
+            if time.monotonic() - start < _AT_ONCE:
+                time.sleep(self.pause)
+        raise AssertionError("the last attempt returns")
+
+    def _why(self, status: int) -> str:
+        if status == 0:
+            return "done"
+        if self.stopped_by:
+            return f"stopped by signal {self.stopped_by}"
+        if status in FINAL:
+            return "not started again, since it would end so again"
+        return f"not started again after {self.restarts} restart(s)"
+
+    def _attempt(self, number: int, log: IO[bytes]) -> list[int]:
+        """Start all processes and wait for them; one that ends badly takes the others with it."""
+        readers = []
+        port = free_port() if self.processes > 1 else 0
+        for index in range(self.processes):
+            process = subprocess.Popen(
+                self.arguments(index, port), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            self._running.append(process)
+            own = self.logs / f"attempt-{number:02d}-process-{index}.log"
+            reader = threading.Thread(target=self._copy, args=(process, own, log, index), daemon=True)
+            reader.start()
+            readers.append(reader)
+        pids = " ".join(str(process.pid) for process in self._running)
+        self._say(log, f"attempt {number}: process {pids}")
+        if self.stopped_by:  # the signal came before there was anybody to send it to
+            self._signal(self.stopped_by)
+        self._wait()
+        for reader in readers:
+            reader.join()
+        statuses = [process.returncode for process in self._running]
+        self._running.clear()
+        return statuses
+
+    def arguments(self, index: int, port: int) -> list[str]:
+        """The command of process `index`."""
+        if self.processes == 1:
+            return self.command
+        several = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self.processes), "--process", str(index)]
+        return [*self.command, *several]
+
+    def _wait(self) -> None:
+        """Until all have ended; after a bad end of one, the others are asked to stop and at last killed."""
+        deadlines = [(self.patience, signal.SIGTERM), (2 * self.patience, signal.SIGKILL)]
+        bad_since: float | None = None
+        while any(process.poll() is None for process in self._running):
+            if bad_since is None and any(process.returncode not in (None, 0) for process in self._running):
+                bad_since = time.monotonic()
+            if bad_since is not None and deadlines and time.monotonic() - bad_since > deadlines[0][0]:
+                self._signal(deadlines.pop(0)[1])
+            time.sleep(0.05)
+
+    def _copy(self, process: subprocess.Popen[bytes], own: Path, log: IO[bytes], index: int) -> None:
+        """Output of a process, line by line: into its own log, the common one, and to whoever watches."""
+        mark = f"[{index}] ".encode() if self.processes > 1 else b""
+        assert process.stdout is not None
+        with own.open("ab") as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                self._show(log, mark + line)
+
+    def _say(self, log: IO[bytes], text: str) -> None:
+        self._show(log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {text}\n".encode())
+
+    def _show(self, log: IO[bytes], line: bytes) -> None:
+        with self._lock:
+            log.write(line)
+            log.flush()
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = number
+        self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def verdict(statuses: Sequence[int]) -> int:
+    """One exit status for the processes of an attempt: 0 if all are, else a final one, else the first bad one; of a
+    process killed by signal n, 128 + n."""
+    shell = [128 - status if status < 0 else status for status in statuses]
+    bad = [status for status in shell if status]
+    return next((status for status in bad if status in FINAL), bad[0] if bad else 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is that of the last attempt."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.supervise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--logs", type=Path, required=True, metavar="DIR", help="where output and status go")
+    parser.add_argument("--max-restarts", type=int, default=50, metavar="N", help="default 50")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of one run on this machine")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        supervisor = Supervisor(command, options.logs, processes=options.processes, restarts=options.max_restarts)
+        return supervisor.run()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
