@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from bampath.config import Config, to_json
-from experiments.bam_h200.config import CLAMPED, SIZES, Asked, Cell
+from bampath.config import Config, override, to_json
+from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
 
 Row = dict[str, Any]
 
@@ -30,6 +30,14 @@ class Materials:
     @property
     def tokenizer(self) -> Path:
         return self.out / "tokenizer.json"
+
+    @property
+    def needles(self) -> Path:
+        return self.out / "needles.json"
+
+    @property
+    def held_out(self) -> Path:
+        return self.out / "held_out.npy"
 
     def rows(self, cell: Cell) -> Path:
         return self.out / "rows" / f"{cell.size}-{cell.mix}-seed{cell.seed}"
@@ -80,6 +88,7 @@ def work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> Non
 
 def _work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> None:
     from bampath.data import tokenizer_of
+    from bampath.step import build_model
     from experiments.bam_h200 import measure, needles
     from experiments.bam_h200.training import Trainer
 
@@ -89,14 +98,11 @@ def _work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> No
     trainer = Trainer(config, 0.0 if CLAMPED in first.changes else None)
     compiled = time.monotonic() - begin
     tokenizer = tokenizer_of(config.data)
-    questions = needles.read(materials.out / "needles.json", tokenizer)
-    text = np.load(materials.out / "held_out.npy")[: asked.perplexity_rows, : asked.perplexity + 1]
     batch_tokens, window = SIZES[first.size].study.batch_tokens, config.model.train_length
-    ask = lambda reader: measure.ask(reader, tokenizer, asked, questions, text, window, batch_tokens)
-    shapes = measure.Recorder(config.model.vocab_size)
-    ask(shapes)
-    reader = measure.CompiledReader(trainer.model, trainer.declared.shapes, asked.chunk, shapes)
-    attention = measure.Attention(trainer.model, trainer.declared.shapes, tokenizer, asked.attention)
+    shapes, widths = trainer.declared.shapes, sorted({max(group) for group in (*asked.passkey, *asked.niah)})
+    reader = measure.CompiledReader(trainer.model, shapes, asked.chunk, widths, asked.perplexity, batch_tokens)
+    unrolled = build_model(override(config, "model.scan=false"))  # a loop over layers hides what is inside
+    attention = measure.Attention(unrolled, shapes, tokenizer, asked.attention if first.case in LOOKED_AT else ())
     parent.send(("say", f"{first.case}: compiled in {compiled:.0f} + {time.monotonic() - begin - compiled:.0f} s"))
     for cell in cells:
         parent.send(("want", cell))
@@ -107,7 +113,9 @@ def _work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> No
         trained = trainer.train(own.train.seed, materials.rows(cell), watch)
         middle = time.monotonic()
         reader.params = trained.params
-        rows = ask(reader)
+        questions = needles.read(materials.needles, tokenizer)
+        text = np.load(materials.held_out)[: asked.perplexity_rows, : asked.perplexity + 1]
+        rows = measure.ask(reader, tokenizer, asked, questions, text, window, batch_tokens)
         rows += measure.heads(own, trained.params, max(map(max, asked.passkey)))
         rows += attention.rows(trained.params)
         facts = {"case": cell.case, "seed": cell.seed, "mix": cell.mix, "size": cell.size}

@@ -10,6 +10,7 @@ SCHEMES = (
     *("bam+ssmax", "rope", "alibi", "path+fox(bias=5)", "bam", "nope", "sinusoidal", "fox(bias=5)", "path"),
     *("path+bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
 )
+LOOKED_AT = ("bam+ssmax", "rope", "alibi")  # the cases whose attention is kept
 # Of the retrieval documents in the training text: half of the rows end in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
 CLAMPED = "clamped"  # in a case: theta_beta is put back to at least 0 after every step
@@ -47,7 +48,13 @@ class Size:
 
 
 def _study(name: str, base: str, *overrides: str, vocab_size: int, batch_tokens: int = 131_072) -> Study:
-    common = ("data.single_digits=true", "train.accumulate=1", "train.eval_every=0", "data.workers=0")
+    common = (
+        "data.single_digits=true",
+        "train.accumulate=1",
+        "train.eval_every=0",
+        "data.workers=0",
+        "model.scan=true",
+    )
     return Study(name, base, (*RECIPE, *common, *overrides), SCHEMES, vocab_size, batch_tokens=batch_tokens)
 
 
@@ -57,7 +64,7 @@ SIZES = {
         Size(
             _study(
                 *("small", "l6", "model.heads=8", "optim.lr=0.002", "optim.warmup_steps=100"),
-                *("data.batch_size=32", "train.steps=2500"),
+                *("data.batch_size=16", "train.steps=2500"),
                 vocab_size=16_384,
             )
         ),

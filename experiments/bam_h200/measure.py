@@ -26,49 +26,39 @@ Needles = dict[str, dict[int, list[Prompt]]]  # task -> length -> prompts
 WORDING = WORDINGS["passkey"]
 
 
-class Recorder:
-    """A reader that computes nothing and remembers which shapes it was asked for."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.logits: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        self.rows: set[tuple[int, ...]] = set()
-
-    def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        self.logits.add((tokens.shape, places.shape))
-        return np.zeros((*places.shape, self.vocab_size), np.float32)
-
-    def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        self.rows.add(tokens.shape)
-        return np.zeros(tokens.shape, np.float32)
+PLACES = 40  # of a row whose logits are computed: more than the longest answer has tokens
 
 
 class CompiledReader(ModelReader):
-    """A `ModelReader` whose programs for the shapes of a `Recorder` are compiled when it is made.
+    """A `ModelReader` whose programs are compiled when it is made, one per width of rows.
 
-    params may be abstract at first; the real ones of a seed are put in before it is asked.
+    widths: of the rows whose logits are asked for; length: of those whose losses are; tokens: read together. params may
+    be abstract at first; those of a seed are put in before it is asked. Other shapes are compiled when they come.
     """
 
-    def __init__(self, model: LM, params: Any, chunk: int, shapes: Recorder) -> None:
+    def __init__(self, model: LM, params: Any, chunk: int, widths: Sequence[int], length: int, tokens: int) -> None:
         super().__init__(model, params, chunk)
-        ints = lambda shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        self._logits = {
-            pair: _row_logits.lower(model, params, *map(ints, pair)).compile()
-            for pair in sorted(shapes.logits)
-            if pair[0][1] <= chunk
-        }
-        self._losses = {
-            shape: _row_losses.lower(model, params, ints(shape), ints(shape)).compile() for shape in sorted(shapes.rows)
-        }
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        self._logits, self._losses = {}, {}
+        for width in widths:
+            batch = max(1, tokens // width)
+            shapes = ints(batch, width), ints(batch, PLACES)
+            self._logits[width] = (batch, _row_logits.lower(model, params, *shapes).compile())
+        rows = ints(max(1, tokens // length), length)
+        self._losses[rows.shape] = _row_losses.lower(model, params, rows, rows).compile()
 
     def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        program = self._logits.get((tokens.shape, places.shape))
-        if program is None:
+        batch, program = self._logits.get(tokens.shape[1], (0, None))
+        rows, count = places.shape
+        if program is None or count > PLACES or rows > batch:
             return super().logits_at(tokens, places)
-        return np.asarray(program(self.params, tokens, places))
+        padding = ((0, batch - rows), (0, 0))
+        wanted = np.pad(np.pad(places, ((0, 0), (0, PLACES - count)), mode="edge"), padding)
+        return np.asarray(program(self.params, np.pad(tokens, padding), wanted.astype(np.int32))[:rows, :count])
 
     def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        return np.asarray(self._losses[tokens.shape](self.params, tokens, targets))
+        program = self._losses.get(tokens.shape)
+        return super().losses(tokens, targets) if program is None else np.asarray(program(self.params, tokens, targets))
 
 
 def ask(

@@ -18,6 +18,7 @@ from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, pe
 from bampath.analysis.figures import short_number
 from bampath.evaluation.intervals import wilson
 from experiments.bam_h200.attention_figure import attention_figure
+from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES
 from experiments.extrapolation.config import slug
 from experiments.tables import (
@@ -34,7 +35,6 @@ from experiments.tables import (
 Row = dict[str, Any]
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
-MAIN = ("bam+ssmax", "rope", "alibi")
 # A figure holds eight lines that can be told apart.
 GROUPS = {
     "": ("bam+ssmax", "rope", "alibi", "bam", "nope", "sinusoidal", "fox(bias=5)", "path+fox(bias=5)"),

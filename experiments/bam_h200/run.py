@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from experiments.bam_h200.schedule import run_cells
 
     out = folder_of(options)
-    materials = prepare(options, cells, out)
-    run_cells(cells, materials, options)
+    materials, jobs = prepare(options, cells, out)
+    run_cells(cells, materials, jobs, options)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,38 +80,52 @@ def folder_of(options: argparse.Namespace) -> Path:
     return Path(out).absolute()
 
 
-def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> Any:
-    """Tokenizer, text, batches, needles and held-out rows, made once in `out`."""
+def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> tuple[Any, list[Future[None]]]:
+    """The tokenizer and where the rest will be; text, batches, needles and held-out rows are made meanwhile."""
+    from experiments.bam_h200 import text
+    from experiments.bam_h200.cells import Materials
+
+    materials = Materials(out, options.text, tuple(options.overrides))
+    text.tokenizer_file(options.gpt2, materials.config(cells[0]).model.vocab_size, materials.tokenizer)
+    begin, pool = time.monotonic(), ThreadPoolExecutor(2)
+    say = lambda what: print(f"{what} after {time.monotonic() - begin:.0f} s", flush=True)
+    jobs = [pool.submit(job, options, cells, materials, say) for job in (prepare_batches, prepare_questions)]
+    pool.shutdown(wait=False)
+    return materials, jobs
+
+
+def prepare_batches(options: argparse.Namespace, cells: Sequence[Cell], materials: Any, say: Any) -> None:
+    """The batches of every seed and mix, once."""
+    from experiments.bam_h200 import rows, text
+
+    folder, first = materials.out / "text", materials.config(cells[0])
+    if not (folder / "info.json").exists():
+        rows.save_corpus(text.corpus(first.data, options.text, options.gpt2, first.model.vocab_size), folder)
+        say("training text")
+    for cell in {materials.rows(cell): cell for cell in cells}.values():
+        config = materials.config(cell)
+        rows.make_rows(config.data, folder, config.train.steps, materials.rows(cell))
+        say(f"batches of {cell.mix}, seed {cell.seed},")
+
+
+def prepare_questions(options: argparse.Namespace, cells: Sequence[Cell], materials: Any, say: Any) -> None:
+    """Rows of held-out text, and needles in it, once."""
     import numpy as np
 
     from bampath.data import tokenizer_of
     from bampath.evaluation.perplexity import rows_of
-    from experiments.bam_h200 import needles, rows, text
-    from experiments.bam_h200.cells import Materials
+    from experiments.bam_h200 import needles, text
 
-    begin = time.monotonic()
-    say = lambda what: print(f"{what} after {time.monotonic() - begin:.0f} s", flush=True)
-    size, materials = SIZES[options.size], Materials(out, options.text, tuple(options.overrides))
-    config = materials.config(cells[0])
-    data, vocabulary = config.data, config.model.vocab_size
-    text.tokenizer_file(options.gpt2, vocabulary, materials.tokenizer)
-    tokenizer = tokenizer_of(data)
-    read = lambda source: text.corpus(data, source, options.gpt2, vocabulary)
-    if not (out / "held_out.npy").exists():
-        held_out = read(options.held_out)
-        lengths = [length for group in size.asked.niah for length in group]
-        material = needles.material_of(held_out, tokenizer, options.words)
-        needles.write(tokenizer, material, lengths, size.asked.niah_samples, out / "needles.json")
-        np.save(out / "held_out.npy", rows_of(held_out, size.asked.perplexity, "documents"))
-        say("held-out text and needles")
-    if not (out / "text" / "info.json").exists():
-        rows.save_corpus(read(options.text), out / "text")
-        say("training text")
-    for cell in {materials.rows(cell): cell for cell in cells}.values():
-        config = materials.config(cell)
-        rows.make_rows(config.data, out / "text", config.train.steps, materials.rows(cell))
-        say(f"batches of {cell.mix}, seed {cell.seed},")
-    return materials
+    if materials.held_out.exists():
+        return
+    config, asked = materials.config(cells[0]), SIZES[options.size].asked
+    tokenizer = tokenizer_of(config.data)
+    held_out = text.corpus(config.data, options.held_out, options.gpt2, config.model.vocab_size)
+    lengths = [length for group in asked.niah for length in group]
+    material = needles.material_of(held_out, tokenizer, options.words)
+    needles.write(tokenizer, material, lengths, asked.niah_samples, materials.needles)
+    np.save(materials.held_out, rows_of(held_out, asked.perplexity, "documents"))
+    say("held-out text and needles")
 
 
 if __name__ == "__main__":

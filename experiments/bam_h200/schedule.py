@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -46,6 +48,7 @@ class Board:
 
     cells: Sequence[Cell]
     materials: Materials
+    jobs: Sequence[Future[None]]
     minutes: float
     together: int
     processes: int
@@ -54,11 +57,15 @@ class Board:
     clock: Clock = field(default_factory=Clock)
 
 
-def run_cells(cells: Sequence[Cell], materials: Materials, options: argparse.Namespace) -> dict[Cell, list[Any]]:
-    """Read what is finished, run the rest, write results.json after each cell; returns the rows."""
-    import os
+def run_cells(
+    cells: Sequence[Cell], materials: Materials, jobs: Sequence[Future[None]], options: argparse.Namespace
+) -> dict[Cell, list[Any]]:
+    """Read what is finished, run the rest, write results.json after each cell; returns the rows.
 
-    board = Board(cells, materials, options.minutes, options.together, options.processes or os.cpu_count() or 1)
+    jobs: what must be done before any cell begins; their errors are raised.
+    """
+    processes = options.processes or os.cpu_count() or 1
+    board = Board(cells, materials, jobs, options.minutes, options.together, processes)
     for cell in cells:
         own = finished(cell, materials)
         if own is not None:
@@ -83,7 +90,7 @@ def _over(board: Board) -> bool:
 def _start(cells: list[Cell], materials: Materials) -> _Process:
     context = get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=work, args=(cells, materials, theirs))
+    process = context.Process(target=work, args=(cells, materials, theirs), daemon=True)
     process.start()
     theirs.close()
     return _Process(cells, process, mine)
@@ -105,6 +112,10 @@ def _serve(board: Board) -> None:
                 one.pipe.send("stop")
                 one.wants = None
         return
+    if not all(job.done() for job in board.jobs):
+        return
+    for job in board.jobs:
+        job.result()
     waiting = sorted((p for p in board.open if p.wants), key=lambda p: board.cells.index(p.wants))
     for one in waiting[: board.together - sum(p.busy for p in board.open)]:
         one.pipe.send("go")

@@ -128,13 +128,12 @@ def test_compiled_programs_read_what_a_reader_reads(small: Any) -> None:
     random = np.random.default_rng(0)
     tokens, targets = (random.integers(0, 256, size=(2, 40)).astype(np.int32) for _ in range(2))
     places = random.integers(0, 40, size=(2, 3)).astype(np.int32)
-    shapes = measure.Recorder(384)
-    assert shapes.logits_at(tokens, places).shape == (2, 3, 384)
-    assert shapes.losses(tokens, targets).shape == (2, 40)
-    reader = measure.CompiledReader(model, params, 64, shapes)
+    reader = measure.CompiledReader(model, params, 64, [40, 48], 40, 120)
     plain = ModelReader(model, params)
     np.testing.assert_allclose(reader.logits_at(tokens, places), plain.logits_at(tokens, places), rtol=1e-5)
-    np.testing.assert_allclose(reader.losses(tokens, targets), plain.losses(tokens, targets), rtol=1e-5)
+    for count in (1, 2):
+        pair = tokens[:count], targets[:count]
+        np.testing.assert_allclose(reader.losses(*pair), plain.losses(*pair), rtol=1e-5)
 
 
 def test_attention_of_the_last_token_is_that_of_the_formula(small: Any) -> None:
