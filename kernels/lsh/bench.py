@@ -70,15 +70,17 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float) -> in
     write = lambda: out.write_text(
         json.dumps(report | {"rows": [r for p in parts.values() for r in p.rows]}, indent=1) + "\n"
     )
+    left = lambda share: max(0.0, begin + share * limit - time.time())
     for name, part in parts.items():
-        part.ready.wait(max(0.0, begin + limit / 2 - time.time()))
+        part.ready.wait(left(0.7))
         print(f"{time.time() - begin:6.1f}s {name} {'prepared' if part.ready.is_set() else 'is late'}", flush=True)
-    for part in parts.values():
+    for part in sorted(parts.values(), key=lambda part: not part.ready.is_set()):  # the late ones last
+        part.ready.wait(left(0.9))
         if part.ready.is_set():
-            part.finish(max(1.0, begin + limit - time.time()))
-            write()
+            part.finish(left(1.0))
         part.process.kill()
         part.process.wait()
+        write()
     write()
     rows = [row for part in parts.values() for row in part.rows]
     failures = sum("failed" in row or not row.get("passed", True) for row in rows)
