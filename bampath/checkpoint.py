@@ -11,6 +11,7 @@ folder gets its name. One whose files are missing or cut short is passed over wi
 import json
 import logging
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,10 +215,12 @@ class Saver:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of an error's chain that says what the system said: the innermost one's."""
+    """What the system said: the end of the innermost error's first line, without the way through the layers to it."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    system = re.search(r"([^:]+) \[os_error_code", line)
+    return system.group(1).strip() if system else line
 
 
 def steps(folder: Path) -> list[Path]:

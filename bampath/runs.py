@@ -42,12 +42,14 @@ def open_run(
 ) -> Start:
     """Look at the folder of a run, which need not exist; nothing is made or changed yet.
 
-    FileExistsError if the folder has something in it and `resume` is false. CheckpointError if its checkpoint is of a
+    FileExistsError if the folder has something in it and `resume` is false; OSError if nothing can be written there.
+    CheckpointError if its checkpoint is of a
     model with other arrays, ValueError if the configuration differs in what cannot change.
     """
     used = run_dir.exists() and any(path.name != lock_name for path in run_dir.iterdir())
     if used and not resume:
         raise _not_empty(run_dir)
+    _refuse_read_only(run_dir)
     start = Start()
     if used:
         start = _last(run_dir, say)
@@ -55,6 +57,14 @@ def open_run(
     if resume:
         say(f"continuing after step {start.step}" if start.path else "no checkpoint to continue from: starting anew")
     return start
+
+
+def _refuse_read_only(run_dir: Path) -> None:
+    """OSError if the folder, or the nearest one above it that exists, cannot be written."""
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        what = "has no permission to be written" if folder.is_dir() else "is not a folder"
+        raise OSError(f"{folder} {what}, so {run_dir} cannot be the folder of a run: choose another --run-dir")
 
 
 def _not_empty(run_dir: Path) -> FileExistsError:
@@ -74,10 +84,7 @@ def claim(run_dir: Path, lock: RunLock, resume: bool) -> None:
     """
     if lock.held:
         return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(f"{run_dir} cannot be made ({error.strerror}): choose another --run-dir") from None
+    run_dir.mkdir(parents=True, exist_ok=True)
     lock.take()
     if not resume and any(path.name != lock_name for path in run_dir.iterdir()):
         raise _not_empty(run_dir)

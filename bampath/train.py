@@ -94,8 +94,8 @@ def fit(
 
     Raises NonFiniteError, after saving the last sound state; FileExistsError; InUseError if another process writes to
     `run_dir`; CheckpointError if the run is of another model; ValueError for keys that cannot change when resuming;
-    DisagreementError if the processes of a run were started differently; SaveError if a checkpoint cannot be written; LostError if another process of the
-    run is gone: then end with `bampath.distributed.leave`.
+    DisagreementError if the processes of a run were started differently; SaveError if a file cannot be written;
+    LostError if another process of the run is gone: then end with `bampath.distributed.leave`.
     """
     distributed.check_joined()
     run_dir, out = Path(run_dir).absolute(), out or sys.stdout

@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (see above)."""
     options = parse(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    if not options.traceback:  # orbax logs tracebacks of what it raises as well
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config, base, run_dir = resolve(options)
     except (ValueError, TypeError, OSError) as error:

@@ -134,41 +134,17 @@ def test_process_0_is_killed_during_a_save_and_one_process_goes_on_alone(home):
     assert_same_run(home, "saving")
 
 
-@pytest.mark.parametrize(
-    ("meshes", "shares"),
-    [
-        (
-            ["mesh.data=4", "mesh.data=2,mesh.tensor=2", "mesh.fsdp=2,mesh.context=2", "mesh.context=4"],
-            [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3 + [[list(range(8))] * 2],
-        )
-    ],
-)
-def test_rows_are_made_once_unless_devices_of_two_processes_hold_them(home, meshes, shares):
+def test_rows_are_made_once_unless_devices_of_two_processes_hold_them(home):
+    meshes = ["mesh.data=4", "mesh.data=2,mesh.tensor=2", "mesh.fsdp=2,mesh.context=2", "mesh.context=4"]
+    shares = [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3 + [[list(range(8))] * 2]
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{found.getsockname()[1]}"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.scale.rows",
-                coordinator,
-                "2",
-                str(i),
-                home / "text",
-                home / "cache",
-                *meshes,
-            ],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-        for i in range(2)
-    ]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", "tests.scale.rows", coordinator, "2"]
+    more = [home / "text", home / "cache", *meshes]
+    running = [subprocess.Popen([*command, str(i), *more], env=environment, **options) for i in range(2)]
     printed = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], printed
     made = [[json.loads(line[5:]) for line in text.splitlines() if line.startswith("ROWS ")] for text in printed]
