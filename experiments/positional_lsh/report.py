@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 
 from bampath.analysis import save
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, style
+from experiments.positional_lsh.report_runs import crossover, speed_figure, training_figure, training_tables
+from kernels.lsh.bench_tables import PASSES, tables
 
 Row = dict[str, Any]
 CASES = {
@@ -24,10 +26,48 @@ def of(rows: Iterable[Row], benchmark: str, **wanted: Any) -> list[Row]:
     return [row for row in rows if row["benchmark"] == benchmark and all(row[k] == v for k, v in wanted.items())]
 
 
-def write_figures(folder: Path, rows: list[Row]) -> None:
-    save(mask_figure(rows), folder / "masks.png")
-    save(output_figure(rows), folder / "outputs.png")
-    save(block_figure(rows), folder / "blocks.png")
+def write_report(
+    out: Path, results: dict[str, Any], speed: dict[str, Any] | None, training: dict[str, Any] | None
+) -> str:
+    """report.md and figures in `out`; speed: kernels/lsh/results.json, training: training.json, if there are any."""
+    rows, figures = results["rows"], out / "figures"
+    save(mask_figure(rows), figures / "masks.png")
+    save(output_figure(rows), figures / "outputs.png")
+    save(block_figure(rows), figures / "blocks.png")
+    text = report(results)
+    if speed is not None:
+        save(speed_figure(speed["rows"]), figures / "speed.png")
+        text += "\n".join(
+            [
+                "",
+                "## Time and memory",
+                "",
+                tables({**speed, "rows": timings(speed["rows"])}),
+                "",
+                *meetings(speed["rows"]),
+                "",
+            ]
+        )
+    if training is not None:
+        save(training_figure(training["rows"], training["plan"]["length"]), figures / "training.png")
+        text += "\n".join(["", "## Trained models", "", *training_tables(training), ""])
+    (out / "report.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def timings(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["pass"] != "check"]
+
+
+def meetings(rows: list[Row]) -> list[str]:
+    """From which length on LSH is faster."""
+    rivals = {"alibi": "exact ALiBi over all keys", "window, s = 10": "one window for all heads"}
+    rivals["windows, s = 10"] = "a window per head"
+    return [
+        f"- LSH (s = 10) is faster than {name}, {title}: {crossover(rows, which, rival)}."
+        for rival, name in rivals.items()
+        for which, title in PASSES.items()
+    ]
 
 
 def _lines(axes: Any, rows: list[Row], value: str, index: int, label: str) -> None:

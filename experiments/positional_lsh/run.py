@@ -2,11 +2,14 @@
 
     python -m experiments.positional_lsh.run                     about 5 minutes on 2 CPU cores
     python -m experiments.positional_lsh.run --checkpoint RUN    attention inputs from this model (its scheme: alibi)
+    python -m experiments.positional_lsh.run --report            report and figures alone, from the results there are
 
-Writes results.json, report.md and figures to --out (default: beside this script).
+Writes results.json, report.md and figures to --out (default: beside this script). The report also shows the times of
+kernels/lsh/results.json and the trained models of training.json (`train.py`) in --out.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SPEED = HERE.parents[1] / "kernels" / "lsh" / "results.json"
 STEPS = 400  # of the small ALiBi model that gives attention inputs, if no checkpoint does
 LENGTHS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
@@ -28,10 +32,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of masks and outputs (default 1024)")
     parser.add_argument("--seeds", type=int, default=5, help="draws of each setting (default 5)")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
+    if not options.report:
+        measure(options)
+    from experiments.positional_lsh.report import write_report
+
+    read = lambda path: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    results = read(options.out / "results.json")
+    if results is None:
+        raise ValueError(f"{options.out} has no results.json: run without --report first")
+    print(write_report(options.out, results, read(SPEED), read(options.out / "training.json")))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Masks, blocks and outputs: results.json."""
     from bampath.evaluation.results import environment, write_results
     from experiments.positional_lsh.convergence import Plan, block_rows, mask_rows
-    from experiments.positional_lsh.report import report, write_figures
 
     plan = Plan(length=options.length, seeds=options.seeds)
     rows = list(mask_rows(plan))
@@ -41,10 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += outputs(options.checkpoint or train(Path(folder) / "alibi"), plan)
     facts = {"length": plan.length, "seeds": plan.seeds, "delta": plan.delta, "steps": STEPS}
     write_results(options.out / "results.json", environment(), rows, study=facts)
-    write_figures(options.out / "figures", rows)
-    text = report({"study": facts, "rows": rows})
-    (options.out / "report.md").write_text(text, encoding="utf-8")
-    print(text)
 
 
 def train(run_dir: Path) -> Path:

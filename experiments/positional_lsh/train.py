@@ -29,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from experiments.bam_h200.text import read
     from experiments.positional_lsh import training
 
-    facts: dict[str, Any] = {"plan": asdict(plan_of(options.changes)), "text": [options.text.name, options.held_out.name]}
+    facts: dict[str, Any] = {
+        "plan": asdict(plan_of(options.changes)),
+        "text": [options.text.name, options.held_out.name],
+    }
     plan, done = training.Plan(**facts["plan"]), finished(options.results, facts, options.resume)
     begin = time.monotonic()
     say = lambda what: print(f"[{time.monotonic() - begin:6.1f}] {what}", flush=True)

@@ -1,0 +1,101 @@
+"""The tables of docs/lsh.md, from results.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+NAMES = {
+    "lsh, s = 10": "LSH, s = 10",
+    "lsh, s = 5": "LSH, s = 5",
+    "lsh, s = 20": "LSH, s = 20",
+    "fixed": "fixed blocks of 2 sigma",
+    "alibi": "exact ALiBi, all keys",
+    "window, s = 10": "exact ALiBi, one window: longest block of any head",
+    "windows, s = 10": "exact ALiBi, a window per head: its longest block",
+}
+PASSES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+MARK = "<!-- results -->", "<!-- end of results -->"
+
+
+def write_tables(results: Path, docs: Path) -> None:
+    before, rest = docs.read_text(encoding="utf-8").split(MARK[0] + "\n")
+    after = rest.split("\n" + MARK[1])[1]
+    block = tables(json.loads(results.read_text(encoding="utf-8")))
+    docs.write_text(f"{before}{MARK[0]}\n{block}\n{MARK[1]}{after}", encoding="utf-8")
+
+
+def tables(report: dict[str, Any]) -> str:
+    rows, env = report["rows"], report["env"]
+    versions = ", ".join(f"{n} {env[n]}" for n in ("jax", "jaxlib", "python") if n in env)
+    device = f"{env.get('device', 'no GPU')}, driver {env.get('driver', '?')}"
+    head = f"{device}, {versions}, {env['date']}, commit {env['commit']}."
+    return "\n".join([head, "", *times(rows), "", *memory(rows), "", *checks(rows)])
+
+
+def timed(rows: list[Row]) -> dict[tuple[str, str, str, int], Row]:
+    """(case, implementation, pass, length) -> row."""
+    return {(r["case"], r["impl"], r["pass"], r["T"]): r for r in rows if "ms" in r and r["pass"] in PASSES}
+
+
+def name(case: str, impl: str) -> str:
+    return NAMES[case] + (f" (`{impl}`)" if case == "alibi" else "")
+
+
+def times(rows: list[Row]) -> list[str]:
+    """Per pass a table over lengths: ms, and in parentheses how many times the exact kernel's time it goes into."""
+    found = timed(rows)
+    lengths = sorted({key[3] for key in found})
+    lines: list[str] = []
+    for which, title in PASSES.items():
+        head = " | ".join(f"T = {length:,}" for length in lengths)
+        lines += [f"ms, {title} (times faster than exact ALiBi over all keys, `mosaic_gpu`):", ""]
+        lines += [f"| | {head} |", "|---" * (len(lengths) + 1) + "|"]
+        for case, impl in dict.fromkeys((key[0], key[1]) for key in found):
+            cells = [_cell(found, case, impl, which, length) for length in lengths]
+            lines.append(f"| {name(case, impl)} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return lines[:-1]
+
+
+def _cell(found: dict[tuple[str, str, str, int], Row], case: str, impl: str, which: str, length: int) -> str:
+    row, exact = (found.get((*key, which, length)) for key in ((case, impl), ("alibi", "mosaic_gpu")))
+    if row is None:
+        return "–"
+    digits = 3 if row["ms"] < 10 else 1
+    text = f"{row['ms']:.{digits}f}"
+    return text if exact is None or row is exact else f"{text} ({exact['ms'] / row['ms']:.1f}×)"
+
+
+def memory(rows: list[Row]) -> list[str]:
+    """MiB of temporaries, which is all that a call needs beside its inputs, outputs and gradients."""
+    found = timed(rows)
+    lengths = sorted({key[3] for key in found})[-3:]
+    head = " | ".join(f"T = {length:,}" for length in lengths)
+    lines = [
+        "MiB of temporaries, forward / forward + backward:",
+        "",
+        f"| | {head} |",
+        "|---" * (len(lengths) + 1) + "|",
+    ]
+    for case, impl in dict.fromkeys((key[0], key[1]) for key in found):
+        cells = []
+        for length in lengths:
+            pair = [found.get((case, impl, which, length)) for which in PASSES]
+            cells.append(" / ".join("–" if row is None else f"{row['temp_bytes'] / 2**20:.0f}" for row in pair))
+        lines.append(f"| {name(case, impl)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def checks(rows: list[Row]) -> list[str]:
+    lines = ["| check | T | H/Hkv, D | dtype | largest error (of) | same bits twice |", "|---|---|---|---|---|---|"]
+    for row in (r for r in rows if r["pass"] == "check"):
+        what = row["case"] + ("" if row["causal"] else ", not causal") + (", documents" if row["documents"] else "")
+        size = f"{row['T']} | {row['H']}/{row['Hkv']}, {row['D']} | {row['dtype']}"
+        if "error" not in row:
+            lines.append(f"| {what} | {size} | failed: {row['failed']} | |")
+            continue
+        worst = max(row["error"], key=lambda n: row["error"][n])
+        same = "–" if "deterministic" not in row else "yes" if row["deterministic"] else "no"
+        lines.append(f"| {what} | {size} | {row['error'][worst]:.1e} ({worst}) | {same} |")
+    return lines
