@@ -185,18 +185,17 @@ def attend_cache(
             combine=slots.combine,
         )
         return out, replace(cache, ring=ring)
-    cache = replace(
-        cache,
-        k=caches.write(cache.k, slots.k, view.start),
-        v=caches.write(cache.v, v, view.start),
-        log_gates=_write_gates(cache, slots, view),
-    )
+    cache = replace(cache, k=caches.write(cache.k, slots.k, view.start), v=caches.write(cache.v, v, view.start))
+    gates = None
+    if cache.gate_sums is not None and slots.log_gates is not None:
+        gates = caches.append_gates(cache.gate_sums, slots.log_gates, view)
+        cache = replace(cache, gate_sums=gates[1])
     out = attention(
         slots.q,
         cache.k,
         cache.v,
         prior=slots.prior,
-        log_gates=cache.log_gates,
+        log_gates=gates,
         sharpness=slots.sharpness,
         sharpen_prior=slots.sharpen_prior,
         segment_ids=(view.ids, view.slot_ids),

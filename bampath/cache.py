@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bampath.positions.slots import Carry, Geometry
+from kernels.attention.gates import Pair, extended_sums
 from kernels.lsh.decode import Ring, empty_ring
 from kernels.path.lazy import Pending, no_pending
 
@@ -24,7 +25,9 @@ class LayerCache:
     """One layer's memory of S slots.
 
     k, v [B, S, Hkv, D]: keys in the form that the scheme needs at the newest token (rotated for RoPE; for PaTH carried
-    to the last token and kept in float32, so that rounding does not build up); log_gates [B, S, H] float32 or None;
+    to the last token and kept in float32, so that rounding does not build up); log_gates [B, S, H] float32 or None:
+    for PaTH the gates themselves, which move with its keys; gate_sums: elsewhere their running sums as a pair (hi, lo)
+    (`kernels.attention.gates`), to which a new token adds without reading the old ones;
     carry: state of the scheme's parts, such as the last inputs of a short convolution; ring: instead of k and v (which
     then have no slots) where no query looks further back than a fixed number of keys; pending: for PaTH,
     transitions that old keys still lack (`kernels.path.lazy`), folded into them every FOLD single tokens.
@@ -33,6 +36,7 @@ class LayerCache:
     k: Array
     v: Array
     log_gates: Array | None
+    gate_sums: Pair | None
     carry: Carry
     ring: Ring | None = None
     pending: Pending | None = None
@@ -103,6 +107,14 @@ def write(slots: Array, new: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis=1)
 
 
+def append_gates(sums: Pair, log_gates: Array, view: View) -> tuple[Pair, Pair]:
+    """Sums [B, T, H] of the new tokens, which go on from the slot before them, and of all slots with them in it."""
+    log_gates = jnp.where((view.ids >= 0)[:, :, None], log_gates, 0.0)  # padding forgets nothing
+    last = lambda x: jnp.where(view.start > 0, jnp.take(x, jnp.maximum(view.start - 1, 0), axis=1), 0.0)
+    new = extended_sums((last(sums[0]), last(sums[1])), log_gates)
+    return new, (write(sums[0], new[0], view.start), write(sums[1], new[1], view.start))
+
+
 def empty_layer(
     geometry: Geometry,
     batch: int,
@@ -121,10 +133,12 @@ def empty_layer(
         ring = empty_ring(batch, min(reach, capacity), geometry.kv_heads, geometry.head_dim, geometry.head_dim, dtype)
         capacity = 0
     shape = (batch, capacity, geometry.kv_heads, geometry.head_dim)
+    sums = lambda: jnp.zeros((batch, capacity, geometry.heads), jnp.float32)
     return LayerCache(
         k=jnp.zeros(shape, jnp.float32 if carried_keys else dtype),
         v=jnp.zeros(shape, dtype),
-        log_gates=jnp.zeros((batch, capacity, geometry.heads), jnp.float32) if gates else None,
+        log_gates=sums() if gates and carried_keys else None,
+        gate_sums=(sums(), sums()) if gates and not carried_keys else None,
         carry=carry,
         ring=ring,
         pending=no_pending(batch, geometry.kv_heads, geometry.head_dim, 0) if carried_keys else None,

@@ -26,6 +26,7 @@ from kernels.attention.call import Call, DistancePrior, make_call
 __all__ = ["BACKENDS", "PREFERENCE", "Call", "DistancePrior", "attention", "choose"]
 
 Array = jax.Array
+Sums = Array | tuple[Array, Array]
 
 BACKENDS: dict[str, str] = {
     "reference": "kernels.attention.reference",
@@ -53,7 +54,7 @@ def attention(
     v: Array,
     *,
     prior: DistancePrior | None = None,
-    log_gates: Array | tuple[Array, Array] | None = None,
+    log_gates: Array | tuple[Sums, Sums] | None = None,
     sharpness: Array | None = None,
     sharpen_prior: bool = True,
     segment_ids: Array | tuple[Array, Array] | None = None,
@@ -79,7 +80,7 @@ def attention(
       log_gates: [B, S, H] float32 ≤ 0, finite (FoX, arXiv 2503.02130): G is their inclusive running sum over the keys
         in storage order (padding counts as 0). A query's own place is key t when T = S, else the last key in storage
         order at or before its position in its segment. Or a pair (c_q [B, T, H], c_k [B, S, H]) of sums already formed,
-        which adds c_q − c_k. Needs `causal`.
+        which adds c_q − c_k; each an array, or (hi, lo) as `gates.running_sums` gives them. Needs `causal`.
       sharpness: [B, T, H] float32, or None for 1.
       segment_ids: [B, T] int (then T = S), or a pair (q [B, T], kv [B, S]). A query sees keys of its own id only; a
         negative id is padding: such keys are seen by nobody, such queries see nothing.

@@ -47,7 +47,7 @@ class Call:
     prior: None or a DistancePrior, evaluated at d = kv_position − q_position.
     gates: None or (q_hi, q_lo [B,T,H], k_hi, k_lo [B,S,H]) float32; adds (q_hi_i − k_hi_j) + (q_lo_i − k_lo_j).
       Gradients are asked of q_hi and k_hi only; the lo terms are rounding errors of the sums. zero_lows: they are known
-      to be 0, because the sums were given, so a backend need not read them.
+      to be 0, because single sums were given, so a backend need not read them.
     sharpness r: None (1) or [B,T,H] float32.
     q_positions [B or 1, T], kv_positions [B or 1, S]: int32, both None for the default (keys 0..S−1, queries S−T..S−1).
     q_segments [B,T], kv_segments [B,S]: int32 or both None; negative ids are padding.
@@ -155,6 +155,18 @@ def _segments(segment_ids: Any, batch: int, length: int, kv_length: int) -> tupl
     return jnp.asarray(segment_ids[0], jnp.int32), jnp.asarray(segment_ids[1], jnp.int32)
 
 
+def _given_sums(name: str, sums: Any, shape: dict[str, int | None]) -> tuple[Array, Array]:
+    """Sums that the caller formed as (hi, lo): an array, or that pair of arrays."""
+    if not isinstance(sums, tuple | list):
+        check_array(name, sums, shape, "float32")
+        return sums, jnp.zeros_like(sums)
+    if len(sums) != 2:
+        raise ValueError(f"{name} has {len(sums)} parts, must be an array or a pair (hi, lo)")
+    for part, array in enumerate(sums):
+        check_array(f"{name}[{part}]", array, shape, "float32")
+    return sums[0], lax.stop_gradient(sums[1])
+
+
 def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | None:
     """Gate sums of the queries and the keys as (q_hi, q_lo, k_hi, k_lo)."""
     if log_gates is None:
@@ -165,10 +177,8 @@ def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | No
     if isinstance(log_gates, tuple | list):
         if len(log_gates) != 2:
             raise ValueError(f"log_gates has {len(log_gates)} parts, must be [B, S, H] or a pair of sums (c_q, c_k)")
-        c_q, c_k = log_gates
-        check_array("log_gates[0]", c_q, {"B": batch, "T": length, "H": heads}, "float32")
-        check_array("log_gates[1]", c_k, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
-        return c_q, jnp.zeros_like(c_q), c_k, jnp.zeros_like(c_k)
+        c_q = _given_sums("log_gates[0]", log_gates[0], {"B": batch, "T": length, "H": heads})
+        return *c_q, *_given_sums("log_gates[1]", log_gates[1], {"B": batch, "S": call.k.shape[1], "H": heads})
     check_array("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
     starts = jnp.broadcast_to(jnp.arange(call.k.shape[1])[None] == 0, call.k.shape[:2])
     if call.kv_segments is not None:
@@ -234,4 +244,5 @@ def make_call(
     if gates is None:
         return call
     gates = jax.tree.map(lambda x: jnp.asarray(x, wide), gates)
-    return replace(call, gates=gates, zero_lows=isinstance(log_gates, tuple | list))
+    pair = isinstance(log_gates, tuple | list)
+    return replace(call, gates=gates, zero_lows=pair and not any(isinstance(c, tuple | list) for c in log_gates))

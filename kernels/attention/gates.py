@@ -57,6 +57,12 @@ def starts_of(segments_BS: Array) -> Array:
     return jnp.pad(before[:, :-1] < after[:, 1:], ((0, 0), (1, 0)), constant_values=True)
 
 
+def extended_sums(before_BH: Pair, x_BTH: Array) -> Pair:
+    """Sums (hi, lo) [B, T, H] that go on from the last ones `before_BH`, as if all had been summed at once."""
+    new = running_sums(x_BTH)
+    return _add((before_BH[0][:, None], before_BH[1][:, None]), new)
+
+
 @jax.custom_vjp
 def _sums(x_BSH: Array, starts_BS: Array) -> Pair:
     return _running(x_BSH, starts_BS)

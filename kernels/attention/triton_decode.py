@@ -88,7 +88,9 @@ def make_plan(call: Call, interpret: bool = False, per_core: int | None = None) 
     narrow, step = wide <= 128, 64 if wide <= 256 else 32
     wanted = (per_core or (4 if narrow else 2)) * cores // (batch * kv_heads)
     splits = max(1, min(wanted, keys // (2 * step), 256))
-    return Plan(splits, step, warps=2 if narrow else 4, stages=4 if wide <= 256 else 2, interpret=interpret)
+    return Plan(
+        splits, step, warps=2 if narrow else 4, stages=3 if narrow else 4 if wide <= 256 else 2, interpret=interpret
+    )
 
 
 def _operands(call: Call) -> dict[str, Array]:
@@ -145,7 +147,7 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         "parts": line(*cut, wide),
         "part_lse": line(*cut),
     }
-    grid = (plan.splits, kv_heads, batch)
+    grid = (kv_heads, plan.splits, batch)  # heads first: what they share (gates, positions) is then in the L2
     parts = launch(partial(split_body, spec, plan), "attention_decode", plan, grid, arrays, outputs)
     results = {"o": line(queries, heads, call.v.shape[3], dtype=call.q.dtype), "lse": line(queries, heads)}
     grid = (spec.rows, kv_heads, batch)

@@ -145,7 +145,7 @@ def _inline(spec: Spec, x: dict[str, Any], head: Array, ahead: Array) -> Array:
 
 def split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     x = dict(zip(names, refs, strict=True))
-    split, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    kv_head, split, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     # A matrix product has 16 rows at least. Rows are repeated to fill it, so that what is elementwise in them (prior,
     # gates, masks) is worked out once per row and not for padding.
     count, copies = spec.padding
@@ -178,8 +178,8 @@ def split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> No
         seen = _seen(spec, x, batch, token, index, inside)
         z = product(q, k, (1, 1), spec.exact, spec.interpret) * spec.scale
         offsets = _offsets(spec, x, batch, token, head, (index, inside), ahead)
-        offsets, seen = (_repeat(jnp.broadcast_to(y, ahead.shape), copies) for y in (offsets, seen.astype(jnp.int32)))
-        seen = seen > 0
+        offsets = _repeat(jnp.where(seen, offsets, -jnp.inf), copies)  # carries the mask, so that one array is repeated
+        seen = offsets > -jnp.inf
         if r is None:
             z = z + offsets
         else:

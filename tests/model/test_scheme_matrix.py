@@ -168,8 +168,12 @@ def test_what_stands_in_unused_slots_and_under_padding_does_not_matter(spec: str
     found = []
     for value in (0.0, np.nan):
         state = init_cache(model.config, 2, 20)
-        fill = lambda a, value=value: None if a is None else a + jnp.asarray(value, a.dtype)
-        layers = [dataclasses.replace(m, k=fill(m.k), v=fill(m.v), log_gates=fill(m.log_gates)) for m in state.layers]
+        fill = lambda a, value=value: a + jnp.asarray(value, a.dtype)
+        fields = ("k", "v", "log_gates", "gate_sums")
+        layers = [
+            dataclasses.replace(m, **{name: jax.tree.map(fill, getattr(m, name)) for name in fields})
+            for m in state.layers
+        ]
         hidden, state = extend(state.replace(layers=tuple(layers)), tokens, jnp.asarray(mask))
         last, _ = extend(state, tokens[:, :1], jnp.ones((2, 1), bool))
         found.append(np.concatenate([np.asarray(hidden)[mask].ravel(), np.asarray(last).ravel()]))

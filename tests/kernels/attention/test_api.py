@@ -73,6 +73,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "log_gates needs causal=True",
     ),
     "gate sums": (arrays(log_gates=(jnp.ones(3),) * 3), ValueError, r"log_gates has 3 parts, must be .* \(c_q, c_k\)"),
+    "gate sum parts": (arrays(log_gates=((jnp.ones((2, 6, 4)),),) * 2), ValueError, r"log_gates\[0\] has 1 parts"),
     "gate sums shape": (
         arrays(log_gates=(jnp.ones((2, 6, 4)), jnp.ones(3))),
         ValueError,

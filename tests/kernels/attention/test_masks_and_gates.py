@@ -1,5 +1,6 @@
 """Visibility, counts of visible keys, places of queries, and the resolution of gate sums."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from kernels.attention import masks
-from kernels.attention.gates import running_sums, starts_of
+from kernels.attention.api import attention
+from kernels.attention.gates import extended_sums, running_sums, starts_of
 from tests.helpers import x64
 
 
@@ -102,3 +104,37 @@ def test_sums_restart_only_where_no_document_reaches_across() -> None:
     ids = jnp.array([[-1, 0, 0, -1, 0, 1, 1, 2, -1], [5, 5, 3, 3, 5, 6, 6, 2, 2]])
     want = [[1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(starts_of(ids), np.array(want, bool))
+
+
+def test_sums_that_grow_token_by_token_are_those_of_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    gates = -np.log1p(np.exp(-rng.normal(size=(2, 40_000, 2)))).astype(np.float32)
+    step = jax.jit(extended_sums)
+    cuts = np.r_[0, 30_000, 30_001 + np.arange(200), 40_000]
+    sums = jnp.zeros((2, 2)), jnp.zeros((2, 2))
+    parts = []
+    for begin, end in itertools.pairwise(cuts):
+        parts.append(step(sums, jnp.asarray(gates[:, begin:end])))
+        sums = jax.tree.map(lambda x: x[:, -1], parts[-1])
+    high, low = (np.concatenate(x, axis=1).astype(np.float64) for x in zip(*parts, strict=True))
+    exact = np.cumsum(gates.astype(np.float64), axis=1)
+    for lag in (1, 500):
+        got, want = (high + low)[:, lag:] - (high + low)[:, :-lag], exact[:, lag:] - exact[:, :-lag]
+        assert np.abs(got / want - 1).max() < 3e-7
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_sums_given_as_pairs_are_the_gates_they_come_from(implementation: str) -> None:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q, k, v = draw(2, 3, 4, 8), draw(2, 30, 2, 8), draw(2, 30, 2, 8)
+    gates, do = -jnp.exp(draw(2, 30, 4)), draw(2, 3, 4, 8)
+
+    def run(gates: jax.Array, pair: bool) -> jax.Array:
+        high, low = running_sums(gates)
+        given = ((high[:, -3:], low[:, -3:]), (high, low)) if pair else gates
+        return (do * attention(q, k, v, log_gates=given, implementation=implementation)).sum()
+
+    (want, grad), (got, back) = (jax.value_and_grad(run)(gates, pair) for pair in (False, True))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(back[:, 1:], grad[:, 1:], atol=1e-5)  # the first gate lies between no two tokens
