@@ -161,10 +161,9 @@ def program_text(config: Config) -> str:
     model = build_model(config)
     optimizer = optimizer_of(config, declare(model))
     params = declare(model).shapes
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    opt_state = jax.eval_shape(optimizer.init, params)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(scalar, params, opt_state, key, jax.ShapeDtypeStruct((), jnp.bool_))
+    key, step, sound = (jax.ShapeDtypeStruct(*kind) for kind in (((2,), jnp.uint32), ((), jnp.int32), ((), jnp.bool_)))
+    parts: Any = (step, params, jax.eval_shape(optimizer.init, params), key, sound)
+    state = TrainState(*parts)
     rates = jax.ShapeDtypeStruct((config.train.steps,), jnp.float32)
     lowered = jax.jit(one_step(config)).lower(state, abstract_batch(config), rates)
     return re.sub(r"loc\(.*\)", "", lowered.as_text())

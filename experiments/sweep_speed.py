@@ -167,8 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows += measure(case, Path(folder))
         print(rows[-len(WAYS) :], flush=True)
-    results = {"env": environment(), "rows": rows}
-    write_results(HERE / "results.json", results["env"], rows)
+    env = environment()
+    results = {"env": env, "rows": rows}
+    write_results(HERE / "results.json", env, rows)
     replace_between(HERE / "README.md", BEGIN, END, f"\n{table(results)}\n")
 
 

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, metavar="NAME", help=f"one of {', '.join(configs.names())}")
     parser.add_argument("--name", help="of the run; default: configuration, scheme and date")
     parser.add_argument("--runs", metavar="DIR", help="folder of runs, the same on all machines (here: runs)")
-    parser.add_argument("--logs", default="logs", metavar="DIR", help="where logs are collected here (default logs)")
+    parser.add_argument("--logs", default="runs/logs", metavar="DIR", help="where logs go (default runs/logs)")
     parser.add_argument("--max-restarts", type=int, default=50, metavar="N", help="default 50")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     parser.add_argument("--allow-dirty", action="store_true", help="launch although files differ from the last commit")

@@ -134,8 +134,8 @@ class Supervisor:
         """Until all have ended; after a bad end of one, the others are asked to stop and at last killed."""
         deadlines = [(self.patience, signal.SIGTERM), (2 * self.patience, signal.SIGKILL)]
         bad_since: float | None = None
-        while any(process.poll() is None for process in self._running):
-            if bad_since is None and any(process.returncode not in (None, 0) for process in self._running):
+        while None in (statuses := [process.poll() for process in self._running]):
+            if bad_since is None and any(statuses):
                 bad_since = time.monotonic()
             if bad_since is not None and deadlines and time.monotonic() - bad_since > deadlines[0][0]:
                 self._signal(deadlines.pop(0)[1])
@@ -145,7 +145,7 @@ class Supervisor:
         """Output of a process, line by line: into its own log, the common one, and to whoever watches."""
         mark = f"[{index}] ".encode() if self.processes > 1 else b""
         assert process.stdout is not None
-        with own.open("ab") as file:
+        with own.open("ab") as file, process.stdout:
             for line in process.stdout:
                 file.write(line)
                 file.flush()

@@ -1,0 +1,204 @@
+"""Launch plans as text, what is refused, and a local run that is killed and goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bampath.metrics import read
+from launch import plan, run
+from launch.plan import Command, Plan, execute, run_name
+from launch.targets import chips_of
+from tests.train.small import SMALL, text_file
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+BIG = ("--config", "bam-1.1b", "mesh.fsdp=16", "train.accumulate=1", "--name", "demo", "--dry-run")
+CASES = {
+    "tpu-vm": (
+        *("--on", "tpu-vm", "--create", "--spot", "--type", "v5litepod-16", "--zone", "us-west4-a"),
+        *("--project", "mine", "--runs", "/mnt/runs", "position=path+fox", *BIG),
+    ),
+    "xpk": (
+        "--on",
+        "xpk",
+        "--cluster",
+        "pods",
+        "--zone",
+        "us-west4-a",
+        "--type",
+        "v6e-16",
+        "--runs",
+        "/mnt/runs",
+        *BIG,
+    ),
+    "slurm": (
+        *("--on", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "gpu"),
+        *("--logs", "/home/me/logs", "--max-restarts", "7", *BIG),
+    ),
+    "local": (
+        "--on",
+        "local",
+        "--python",
+        "python3",
+        "--config",
+        "tiny",
+        "--name",
+        "demo",
+        "--processes",
+        "2",
+        "--dry-run",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", CASES)
+def test_a_dry_run_prints_exactly_what_would_run(target: str, capsys: pytest.CaptureFixture, monkeypatch):
+    monkeypatch.chdir("/tmp")
+    monkeypatch.setattr(subprocess, "run", None)  # nothing is run
+    assert run.main(CASES[target]) == 0
+    assert capsys.readouterr().out == (GOLDEN / f"{target}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", CASES)
+def test_the_plan_is_a_shell_script(target: str):
+    text = (GOLDEN / f"{target}.txt").read_text(encoding="utf-8")
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert done.stderr == ""
+    for inner in re.findall(r"^bash -c (.*)$", text, re.MULTILINE):  # what a shell inside gets is a script, too
+        argument = subprocess.run(["bash", "-c", f"printf %s {inner}"], text=True, capture_output=True, check=True)
+        subprocess.run(["bash", "-n", "-c", argument.stdout], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--on", "tpu-vm", "--create", "--type", "v5litepod-16", "--runs", "/r"), "needs --zone"),
+        (("--on", "tpu-vm", "--zone", "z", "--type", "v5litepod-16", "--runs", "/r"), "needs --tpu NAME"),
+        (("--on", "tpu-vm", "--zone", "z", "--type", "v5litepod-16", "--tpu", "t"), "needs --runs"),
+        (
+            ("--on", "tpu-vm", "--zone", "z", "--type", "v4-16", "--runs", "/r", "--create"),
+            "--type 'v4-16' is not known",
+        ),
+        (("--on", "tpu-vm", "--zone", "z", "--type", "v5p-16", "--runs", "/r", "--create"), "has 8 devices, .* is 16"),
+        (
+            ("--on", "tpu-vm", "--zone", "z", "--type", "v6e-16", "--runs", "/r", "--tpu", "t", "--spot"),
+            "--spot is for",
+        ),
+        (("--on", "slurm", "--nodes", "2", "--time", "1:00:00"), "needs --gpus-per-node"),
+        (("--on", "slurm", "--nodes", "2", "--gpus-per-node", "4", "--time", "1:0:0"), "has 8 devices, .* is 16"),
+        (("--on", "local", "--zone", "z"), "--on local has no use for --zone"),
+        (("--on", "local", "--max-restarts", "-1"), "must not be negative"),
+        (("--on", "local", "--name", "Not_a_name"), "--name 'Not_a_name' must be"),
+        (("--on", "local", "positon=rope"), "unknown key 'positon'; did you mean position"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture):
+    keys = ("--config", "bam-1.1b", "mesh.fsdp=16", "train.accumulate=1", "--dry-run")
+    assert run.main((*arguments, *keys)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_names_have_configuration_scheme_and_date():
+    now = time.struct_time((2026, 11, 29, 19, 52, 0, 6, 333, 0))
+    assert run_name("bam-1.1b", "path+fox(bias=5)", now) == "bam-1-1b-path-fox-bias-5-20261129-1952"
+    long = run_name("bam-432m", "rope(theta=500000)+window(512)+bam+ssmax", now)
+    assert len(long) <= plan.NAME_LENGTH
+    assert long.endswith("-20261129-1952")
+    plan.check_name(long)
+
+
+def test_chips_by_type():
+    assert [chips_of(kind) for kind in ("v5litepod-256", "v5p-512", "v6e-8")] == [256, 256, 8]
+
+
+class Script:
+    """Answers commands with the statuses that it was given, in order; 0 for any other."""
+
+    def __init__(self, **answers: list[int]) -> None:
+        self.answers, self.called = answers, []
+
+    def __call__(self, command: Command) -> int:
+        self.called.append(command.what)
+        answers = self.answers.get(command.what, [])
+        return answers.pop(0) if answers else 0
+
+
+def command(what: str) -> Command:
+    return Command(what, (what,))
+
+
+PLAN = Plan(
+    "demo",
+    before=(command("create"),),
+    run=(command("start"), command("follow")),
+    after=(command("collect"),),
+    restarts=2,
+    final=(1, 2),
+    healthy=command("healthy"),
+    rebuild=(command("delete"), command("create")),
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "called"),
+    [
+        ({}, 0, "create start follow collect"),
+        ({"create": [9]}, 9, "create"),
+        ({"follow": [2]}, 2, "create start follow collect"),
+        ({"follow": [255]}, 0, "create start follow healthy start follow collect"),
+        ({"follow": [255], "healthy": [1]}, 0, "create start follow healthy delete create start follow collect"),
+        ({"start": [7]}, 0, "create start healthy start follow collect"),
+        (
+            {"follow": [255, 143, 137]},
+            137,
+            "create start follow healthy start follow healthy start follow collect",
+        ),
+        ({"follow": [255], "healthy": [1], "delete": [5]}, 255, "create start follow healthy delete collect"),
+    ],
+)
+def test_a_plan_is_repeated_until_it_is_done(answers: dict[str, list[int]], status: int, called: str):
+    calls = Script(**answers)
+    assert execute(PLAN, calls, say=lambda text: None) == status
+    assert " ".join(calls.called) == called
+
+
+@pytest.mark.slow
+def test_a_local_run_that_is_killed_goes_on(tmp_path: Path):
+    """kill −9 of the training process: the supervisor starts it again, and no step is missing or twice."""
+    text_file(tmp_path)
+    keys = [*SMALL, "train.steps=200", "train.save_every=50", f"data.source={tmp_path / 'text'}"]
+    keys.append(f"data.cache_dir={tmp_path / 'cache'}")
+    where = ["--runs", str(tmp_path / "runs"), "--logs", str(tmp_path / "logs"), "--name", "demo"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.run", "--on", "local", "--config", "tiny", *where, *keys],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        run_dir, log = tmp_path / "runs/demo", tmp_path / "logs/demo/log"
+        while not list(run_dir.glob("checkpoints/????????")):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        child = re.search(r"attempt 0: process (\d+)", log.read_text())
+        assert child is not None
+        os.kill(int(child[1]), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, log.read_text()
+    finally:
+        process.terminate()
+    said = log.read_text()
+    assert "attempt 0 ended with -9; starting again" in said
+    assert re.search(r"continuing after step \d*0\n", said)
+    assert "attempt 1 ended with 0; done" in said
+    assert [record["step"] for record in read(run_dir / "metrics.jsonl")] == list(range(1, 201))
+    assert (tmp_path / "logs/demo/status").read_text() == "0\n"
+    assert {path.name for path in (tmp_path / "logs/demo").glob("attempt*")} == {
+        "attempt-00-process-0.log",
+        "attempt-01-process-0.log",
+    }
