@@ -52,8 +52,12 @@ class ArrayInfo:
     placement: str
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return self.size * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,14 @@ def read_params(path: Path | str, like: Any = None, only: Callable[[str], bool] 
                 node = node.setdefault(name, {})
             node[last] = np.zeros((0,), array.dtype)
     return _read(info.path, {"params": wanted})["params"] if wanted else {}
+
+
+def read_some(path: Path | str, like: Any) -> Any:
+    """The parameters of a checkpoint that `like` names, a nested dict of (abstract) arrays, placed as they are there.
+
+    Nothing is compared: that is for the caller to do (`describe` lists names and shapes).
+    """
+    return _read(find(path), {"params": like})["params"]
 
 
 def refuse_differences(info: Info, params: Any, state: Any = None) -> None:

@@ -129,6 +129,8 @@ class TrainConfig:
 
     seed: of the initial parameters; loss_chunk: tokens whose logits exist at one time; *_every count steps, 0 turns the
     thing off; keep: how many of the latest checkpoints stay, keep_every: steps whose checkpoints stay for ever.
+    init_from: a run or checkpoint whose weights a new run begins with, all but those of the positional scheme;
+    init_positional: those as well.
     """
 
     steps: int = 1000
@@ -142,10 +144,14 @@ class TrainConfig:
     keep: int = 2
     keep_every: int = 0
     tensorboard: bool = True
+    init_from: str = ""
+    init_positional: bool = False
 
     def __post_init__(self) -> None:
         _positive("train", self, "steps", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
         _not_negative("train", self, "seed", "eval_every", "save_every", "keep_every")
+        if not self.init_from:
+            _refuse_idle("train", self, "train.init_from=", "init_positional")
 
 
 @dataclass(frozen=True)

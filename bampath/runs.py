@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from bampath.lock import RunLock
 from bampath.overrides import flat
 from bampath.sharding import mesh_of, replicated
 from bampath.step import Declared, TrainState, abstract_state, init_state, optimizer_of
+from bampath.warm import Plan, take_over
 
 CONFIG_NAME = "config.json"
 
@@ -102,11 +103,14 @@ def saved_state(state: TrainState) -> dict[str, Any]:
     return {"optimizer": state.opt_state, "key": state.key}
 
 
-def first_state(config: Config, model: nn.Module, declared: Declared, loader: Loader, start: Start) -> TrainState:
-    """The state to begin with, and the loader moved to the same step."""
+def first_state(
+    config: Config, model: nn.Module, declared: Declared, loader: Loader, start: Start, warm: Plan | None = None
+) -> TrainState:
+    """The state to begin with, and the loader moved to the same step; warm: whose weights a new run takes over."""
     optimizer = optimizer_of(config, declared)
     if start.path is None:
-        return init_state(config, model, optimizer)
+        state = init_state(config, model, optimizer)
+        return state if warm is None else replace(state, params=take_over(warm, state.params))
     like = abstract_state(config, model, optimizer, mesh_of(config))
     params, rest = checkpoint.restore(start.path, like.params, saved_state(like))
     assert start.data is not None
@@ -136,11 +140,12 @@ def _refuse_changes(
             checkpoint.refuse_differences(checkpoint.describe(start.path), declared.shapes)
         except CheckpointError as error:
             raise CheckpointError("\n  ".join([str(error), "the configurations differ in", *fixed])) from None
-        if before["train.seed"] != now["train.seed"]:
-            raise ValueError(
-                f"train.seed={now['train.seed']}, but the run started with {before['train.seed']}: its parameters and "
-                "random keys come from its checkpoint, so a new seed would change nothing"
-            )
+        for key in ("train.seed", "train.init_from", "train.init_positional"):
+            if before[key] != now[key]:
+                raise ValueError(
+                    f"{key}={now[key]}, but the run started with {before[key]}: its parameters and random keys come "
+                    "from its checkpoint, so this would change nothing"
+                )
         if config.train.steps < start.step:
             raise ValueError(f"train.steps={config.train.steps}, but the run has done {start.step} steps already")
     if fixed:

@@ -42,6 +42,7 @@ from bampath.step import (
     make_train_step,
     optimizer_of,
 )
+from bampath.warm import plan as warm_plan
 
 
 class NonFiniteError(FloatingPointError):
@@ -109,14 +110,17 @@ def fit(
             lock.take()
         found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
         loader = stack.enter_context(make_loader(config.data, rows=rows))
-        distributed.agree(
-            {"the configuration": to_dict(config), "the text": identity(loader.source), "where to begin": found.step}
-        )
-        startup.check_vocabulary(config, loader.source.tokenizer)
-        print(startup.banner(config, declared, loader.source.tokenizer), file=out, flush=True)
+        tokenizer = loader.source.tokenizer
+        warm = warm_plan(config, declared.shapes, tokenizer) if config.train.init_from and not found.path else None
+        facts = {"the configuration": to_dict(config), "the text": identity(loader.source)}
+        distributed.agree(facts | {"where to begin": str(warm.path) if warm else found.step})
+        startup.check_vocabulary(config, tokenizer)
+        print(startup.banner(config, declared, tokenizer), file=out, flush=True)
+        if warm:
+            print(warm, file=out, flush=True)
         if evaluate is None and config.train.eval_every:
             evaluate = validation_loss(config, model, loader)
-        state = runs.first_state(config, model, declared, loader, found)
+        state = runs.first_state(config, model, declared, loader, found, warm)
         print(startup.first_rows(loader, found.step), file=out, flush=True)
         if distributed.lead():  # only now: whatever is refused, is refused before
             runs.claim(run_dir, lock, resume)

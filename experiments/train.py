@@ -113,6 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="NAME", help=f"one of {', '.join(configs.names())}")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-POSITION")
     parser.add_argument("--resume", action="store_true", help="continue the run in DIR (from its own configuration)")
+    parser.add_argument("--init-from", metavar="CHECKPOINT", help="short for train.init_from=CHECKPOINT")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
     several = parser.add_argument_group("several processes", "docs/scaling.md says when which of these is needed")
     several.add_argument(
@@ -133,6 +134,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
     """(configuration, what it is shown as changed from, run folder). ValueError for what is missing or unknown."""
+    if options.init_from is not None:
+        options.overrides = [*options.overrides, f"train.init_from={options.init_from}"]
     if options.config is not None:
         config, base = configs.get(options.config, *options.overrides), configs.named(options.config)
         slug = re.sub(r"[^\w.+-]+", "_", f"{options.config}-{config.model.position}").strip("_")
