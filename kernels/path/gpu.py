@@ -123,7 +123,7 @@ def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
     x: q, k, v, w [B, T, ·, 64 or 128], beta [B, T, K], params, sharpness [B, T, H], gates (hi, lo) [B, T, H], segments
     [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where absent.
     """
-    return _attend(options, x, inverted=False)[0]
+    return _attend(options, x)[0]
 
 
 def _heads_first(x: Array) -> Array:
@@ -165,10 +165,10 @@ def _level_inputs(x: Leaves) -> Leaves:
     return {n: x[n] for n in ("v", "params", "sharpness", "segments")} | {"gates": gates}
 
 
-def _keys(options: PathOptions, x: Leaves, inverted: bool) -> dict[str, Array]:
+def _keys(options: PathOptions, x: Leaves) -> dict[str, Array]:
     from kernels.path.gpu_blocks import block_keys
 
-    return block_keys(x["k"], x["w"], _betas(x), inverted=inverted, interpret=options.interpret)
+    return block_keys(x["k"], x["w"], _betas(x), interpret=options.interpret)
 
 
 def _betas(x: Leaves) -> Array:
@@ -179,40 +179,25 @@ def _betas(x: Leaves) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Climb:
-    """What the attention of a level starts from: q [B, T, H, D] at the left and k [B, T, K, D] at the right edge of the
-    children (float16), the children's products p and those of their runs (`gpu_products.runs`)."""
+    """What a level starts from: the products p of its children, those of their runs and left (`gpu_products.runs`), and
+    its queries [B, T, H, D] at the left edges of the children, in their own dtype."""
 
-    q: Array
-    k: Array
     p: Array
     runs: Array
-    left: Array | None
+    left: Array
+    q: Array
 
 
-def _climb(options: PathOptions, q: Array, k: Array, p: Array) -> list[Climb]:
-    """All levels, from queries, keys and products of the blocks."""
-    from kernels.path.gpu_moves import move
+def _chains(options: PathOptions, p: Array) -> list[tuple[Array, Array, Array]]:
+    """(p, runs, left) of all levels, from the products of the blocks."""
     from kernels.path.gpu_products import runs
 
-    out: list[Climb] = []
+    out: list[tuple[Array, Array, Array]] = []
     for n, level in enumerate(options.levels):
-        top = n == len(options.levels) - 1
-        made, left, whole = runs(p, level, top, options.interpret)
-        out.append(Climb(q, k, p, made, None if top else left))
-        if not top:
-            one = partial(move, level=level, packed=False, dtypes=(jnp.float16,), interpret=options.interpret)
-            (q,) = one(q, left, transposed=False)
-            (k,) = one(k, made, transposed=True, skip=level.pairs)
-            p = whole
+        made, left, whole = runs(p, level, n == len(options.levels) - 1, options.interpret)
+        out.append((p, made, left))
+        p = whole
     return out
-
-
-def _carried(options: PathOptions, level: Level, step: Climb, dtype: Any) -> tuple[Array, Array]:
-    """A level's queries and its keys, once per pair of children, in the attention's dtype."""
-    from kernels.path.gpu_moves import move
-
-    carry = partial(move, level=level, packed=True, transposed=True, interpret=options.interpret)
-    return step.q.astype(dtype), carry(step.k, step.runs, dtypes=(dtype,))[0]
 
 
 def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -229,24 +214,30 @@ def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return o.astype(parts[0][0].dtype), jnp.where(some, top + jnp.log(safe), -jnp.inf)
 
 
-def _attend(options: PathOptions, x: Leaves, inverted: bool) -> Any:
+def _attend(options: PathOptions, x: Leaves) -> Any:
     """((o, lse), results of the blocks' keys, levels)."""
     from kernels.path import gpu_levels
     from kernels.path.gpu_blocks import block_queries
+    from kernels.path.gpu_moves import carry
 
-    keys = _keys(options, x, inverted)
-    own = block_queries(options.block, _block_inputs(options, x), keys)
+    keys = _keys(options, x)
+    chains, levels = _chains(options, keys["p"]), options.levels
+    moves = [
+        (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))
+        for level, (_, _, left) in zip(levels[:-1], chains, strict=False)
+    ]
+    own = block_queries(options.block, _block_inputs(options, x), keys, moves)
     parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
-    steps = _climb(options, own["q16"], keys["k16"], keys["p"])
-    for level, step in zip(options.levels, steps, strict=True):
-        q, k = _carried(options, level, step, x["q"].dtype)
-        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, q, k))
+    steps = [Climb(*chain, q) for chain, q in zip(chains, own["queries"], strict=False)]
+    carried = carry(keys["k16"], [s.runs for s in steps], levels, x["q"].dtype, interpret=options.interpret)
+    for level, step, k in zip(levels, steps, carried, strict=True):
+        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, step.q, k))
     o, lse = _merge(parts)
     return (o, lse), keys, steps
 
 
 def _forward(options: PathOptions, x: Leaves) -> Any:
-    (o, lse), keys, steps = _attend(options, x, inverted=True)
+    (o, lse), keys, steps = _attend(options, x)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (o, lse), (x, keys, steps, o, lse)
 
@@ -266,14 +257,15 @@ def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arr
     if x["gates"] is not None:
         # d(logits) of a row sum to dlse; what is left is the rounding of o in delta, which would add up in the running
         # sum behind the gates: the keys get a delta without it.
-        given = _query_sides(options, x, steps, do, lse, delta)
+        given = _query_sides(options, x, steps, keys["k16"], do, lse, delta)
         rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(g["rows"] for g in given)
         delta = delta + jnp.where(alive, rows - dlse, 0)
         back["delta"] = _heads_first(delta)
     above, sums = Above(None, None, None, None), []
-    for level, step, queries in reversed(list(zip(options.levels, steps, given, strict=True))):
-        step, above = jax.lax.optimization_barrier((step, above))  # one level's carried keys at a time
-        above, small = _level_backward(options, x, level, step, (do, lse, delta), queries, above)
+    row = (do, lse, delta)
+    for n in reversed(range(len(steps))):
+        k, above = jax.lax.optimization_barrier((keys["k16"], above))  # one level's carried keys at a time
+        above, small = _level_backward(options, x, n, steps, k, row, given[n], above)
         sums.append(small)
     grads = _block_gradients(options, x, blocks, keys, back | {"dq0": above.q, "dk0": above.k, "dp": above.p})
     return (_collect(options, x, grads, sums, above.v, dlse),)
@@ -289,51 +281,60 @@ class Above(NamedTuple):
     v: Array | None
 
 
-def _state(options: PathOptions, x: Leaves, level: Level, step: Climb, do: Array, lse: Array) -> Any:
+def _state(
+    options: PathOptions, x: Leaves, number: int, steps: list[Climb], k: Array, do: Array, lse: Array
+) -> tuple[Any, Array]:
+    """(what both backward kernels of a level need, its keys at the right edges of its children); k: of the blocks."""
     from kernels.path import gpu_levels
+    from kernels.path.gpu_moves import carry
 
-    q, k = _carried(options, level, step, x["q"].dtype)
-    return gpu_levels.recompute(options.attention, _level_inputs(x), level, q, k, do, lse)
+    runs, dtype = [s.runs for s in steps], x["q"].dtype
+    carried, edges = carry(k, runs, options.levels, dtype, interpret=options.interpret, only=number)
+    level, q = options.levels[number], steps[number].q
+    return gpu_levels.recompute(options.attention, _level_inputs(x), level, q, carried, do, lse), edges
 
 
-def _query_sides(options: PathOptions, x: Leaves, steps: list[Climb], do: Array, lse: Array, delta: Array) -> list[Any]:
+def _query_sides(
+    options: PathOptions, x: Leaves, steps: list[Climb], k: Array, do: Array, lse: Array, delta: Array
+) -> list[Any]:
     """What the queries' kernels give, level by level."""
     from kernels.path import gpu_levels
 
     out: list[Any] = []
-    for level, step in zip(options.levels, steps, strict=True):
-        step, _ = jax.lax.optimization_barrier((step, out[-1:]))
-        out.append(gpu_levels.query_side(_state(options, x, level, step, do, lse), delta))
+    for number in range(len(steps)):
+        k, _ = jax.lax.optimization_barrier((k, out[-1:]))
+        out.append(gpu_levels.query_side(_state(options, x, number, steps, k, do, lse)[0], delta))
     return out
 
 
 def _level_backward(
-    options: PathOptions, x: Leaves, level: Level, step: Climb, row: Any, queries: Any, above: Above
+    options: PathOptions, x: Leaves, number: int, steps: list[Climb], k: Array, row: Any, queries: Any, above: Above
 ) -> tuple[Above, dict[str, Any]]:
     """One level: what it hands down, and its part of the gradients of params, sharpness and gates (columns).
 
-    row: (do, lse, delta); queries: results of `query_side`, or None if they are still to be computed.
+    k: keys at the right edges of the blocks; row: (do, lse, delta); queries: results of `query_side`, or None if they
+    are still to be computed.
     """
     from kernels.path import gpu_levels
     from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
     from kernels.path.gpu_products import runs_backward
 
     do, lse, delta = row
-    state = _state(options, x, level, step, do, lse)
+    level, step = options.levels[number], steps[number]
+    state, edges = _state(options, x, number, steps, k, do, lse)
     queries = gpu_levels.query_side(state, delta) if queries is None else queries
     columns = gpu_levels.key_side(state, delta)
     rows = partial(move_backward_rows, level=level, interpret=options.interpret)
     half = partial(rows, dtype=jnp.bfloat16)
     matrices = partial(move_backward_matrices, level=level, kv_heads=x["k"].shape[2], interpret=options.interpret)
-    dkeys = columns["keys"].astype(jnp.bfloat16)
-    druns, dleft, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
-    dq = queries["dq"].astype(jnp.bfloat16)
-    if above.q is not None and above.k is not None:
+    dkeys, dq = columns["keys"].astype(jnp.bfloat16), queries["dq"].astype(jnp.bfloat16)
+    druns, handed, joined = matrices(edges, dkeys, transposed=True, packed=True), None, None
+    if above.q is not None and above.k is not None and above.p is not None:
         dleft = matrices(step.q, above.q, transposed=False, packed=False)
-        right = matrices(step.k, above.k, transposed=True, packed=False)
-        druns, joined = jnp.concatenate([druns, right], axis=3), (above.k, level.pairs)
+        dright = matrices(edges, above.k, transposed=True, packed=False)
+        handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
         dq = half(above.q, step.left, transposed=False, packed=False, plus=dq)
-    dp = runs_backward(step.p, step.runs, druns, dleft, above.p, level, options.interpret)
+    dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
     dk = half(dkeys, step.runs, packed=True, joined=joined)
     dv = rows(columns["v"], None, packed=True, dtype=jnp.float32, plus=above.v)
     small = {n: queries[n] for n in ("params", "sharpness") if n in queries}
@@ -355,9 +356,10 @@ def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any,
             return g
         return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
 
-    grads |= {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz")}
+    grads |= {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz", "dk_half")}
     grads |= {n: per_key_head(grads[n], 2) for n in ("dk", "dv")}
-    through = {n: grads[n] for n in ("dw", "du", "dz")} | {"dk_in": grads["dk"]} | {n: back[n] for n in ("dk0", "dp")}
+    through = {n: grads[n] for n in ("dw", "du", "dz", "dk_half")} | {n: back[n] for n in ("dk0", "dp")}
+    through["dk_in"] = grads["dk"]
     return grads | block_keys_backward(x["k"], x["w"], _betas(x), keys, through, interpret=options.interpret)
 
 

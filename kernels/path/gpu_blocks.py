@@ -1,13 +1,15 @@
 """Blocks of 128 tokens on GPUs: PaTH's UT transform, the attention inside a block, and what the rest of the row needs.
 
-Pallas-Triton kernels; derivation and notation in docs/path.md. Per block and key head, with Q, K, W the rows of the
-block, D = diag(beta), "tril" with its diagonal and "stril" without:
+Pallas-Triton kernels; derivation and notation in docs/path.md. Per half block of 64 tokens and key head, with Q, K, W
+its rows, D = diag(beta), "tril" with its diagonal and "stril" without:
 
     X = (I + stril(D W Wᵀ))⁻¹,  T = X D,  U = T W,  Z = T stril(W Kᵀ),  E = tril(Q Wᵀ)
     keys at the right edge K − Zᵀ W,  queries at the left edge Q − E U,  logits Q Kᵀ − E Z,  product P = I − Wᵀ U
 
-The solve, U, Z and P use three float16 products per float32 product (2⁻²²): P is multiplied up along the row, and a
-solve in 16 bits diverges for repeated tokens. What happens once per query and key runs on float16 operands (2⁻¹²).
+Queries of the right half at its left edge meet the keys of the left half at its right edge as they are. The solve, U, Z
+and P use three float16 products per float32 product (2⁻²²): P is multiplied up along the row, and a solve in 16 bits
+diverges for repeated tokens. What happens once per query and key runs on float16 operands (2⁻¹²). Every tile is 64 rows
+high, and halves are worked on in turn: larger tiles spill registers.
 
 Layouts: "tokens" [B, T, H, D], "rows" [B, H, T, C], "line" [B, H, T]; T a multiple of 128, D 64 or 128.
 """
@@ -24,10 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 Array = jax.Array
-BLOCK, HALF, BASE = 128, 64, 16
+BLOCK, HALF, BASE, CHUNK = 128, 64, 16, 32
 HALVES = (pl.ds(0, HALF), pl.ds(HALF, HALF))
 F16, F32 = jnp.float16, jnp.float32
-WARPS = {64: 4, 128: 8}  # of the kernels over keys, by head_dim
+WARPS = {64: 8, 128: 4}  # by head_dim
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,18 @@ def _spec(kind: str, shape: tuple[int, ...], group: int, size: int) -> pl.BlockS
         return pl.BlockSpec((None, size, None, shape[3]), lambda b, h, i: (b, i, at(h), 0))
     if kind == "rows":
         return pl.BlockSpec((None, None, size, shape[3]), lambda b, h, i: (b, at(h), i, 0))
+    if kind == "left half":
+        return pl.BlockSpec((None, None, size // 2, shape[3]), lambda b, h, i: (b, at(h), i, 0))
     if kind == "line":
         return pl.BlockSpec((None, None, size), lambda b, h, i: (b, at(h), i))
     if kind == "ids":
         return pl.BlockSpec((None, size), lambda b, h, i: (b, i))
     if kind == "bias":
         return pl.BlockSpec((None, *shape[1:]), lambda b, h, i: (h, 0, 0))
+    kind, _, blocks = kind.partition(" of ")  # of so many blocks, of one without
     assert kind == "square"
-    return pl.BlockSpec((None, None, None, *shape[3:]), lambda b, h, i: (b, at(h), i, 0, 0))
+    each = int(blocks or 1)
+    return pl.BlockSpec((None, None, None, *shape[3:]), lambda b, h, i: (b, at(h), i // each, 0, 0))
 
 
 Operand = tuple[str, Any, int]  # kind, array or its shape and dtype, heads of the grid that share a head of it
@@ -89,25 +95,43 @@ def launch(
     return dict(zip(outputs, results, strict=True))
 
 
+def barrier(interpret: bool) -> None:
+    """What a program has written can be read by all of its threads."""
+    if not interpret:
+        pltriton.debug_barrier()
+
+
 # ---- Products ----
 
 
-def dot(a: Array, b: Array, ta: bool = False, tb: bool = False, precision: Any = None) -> Array:
+def dot(a: Array, b: Array, ta: bool = False, tb: bool = False) -> Array:
     """a b, with either transposed, accumulated in float32."""
     dims = (((0 if ta else 1,), (1 if tb else 0,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=F32)
+    return lax.dot_general(a, b, dims, preferred_element_type=F32)
 
 
-def dot3(a: Array, b: Array, ta: bool = False, tb: bool = False) -> Array:
+Split = tuple[Array, Array]  # float32 values as the sum of two float16 arrays
+
+
+def split(x: Array) -> Split:
+    high = x.astype(F16)
+    return high, (x - high.astype(F32)).astype(F16)
+
+
+def joined(x: Split) -> Array:
+    return x[0].astype(F32) + x[1].astype(F32)
+
+
+def dot3(a: Array | Split, b: Array | Split, ta: bool = False, tb: bool = False) -> Array:
     """The product of float32 arrays as three of float16 ones (two if b is float16): error about 2⁻²².
 
     What is multiplied so is at most 4 in size (w, L, X, T, U) or a product of those with keys.
     """
-    a_hi, b_hi = a.astype(F16), b.astype(F16)
-    small = dot((a - a_hi.astype(F32)).astype(F16), b_hi, ta, tb)
-    if b.dtype != F16:
-        small += dot(a_hi, (b - b_hi.astype(F32)).astype(F16), ta, tb)
-    return small + dot(a_hi, b_hi, ta, tb)
+    high, low = a if isinstance(a, tuple) else split(a)
+    if not isinstance(b, tuple) and b.dtype == F16:
+        return dot(low, b, ta, tb) + dot(high, b, ta, tb)
+    b_high, b_low = b if isinstance(b, tuple) else split(b)
+    return dot(low, b_high, ta, tb) + dot(high, b_low, ta, tb) + dot(high, b_high, ta, tb)
 
 
 def triangle(size: int, offset: int = 0) -> Array:
@@ -116,27 +140,36 @@ def triangle(size: int, offset: int = 0) -> Array:
     return row >= col + offset
 
 
+def identity(size: int) -> Array:
+    row, col = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return jnp.where(row == col, F32(1), F32(0))
+
+
 def inverse(lower: Array) -> Array:
     """(I + L)⁻¹ of a strictly lower triangular 64 × 64 matrix.
 
-    Diagonal blocks of 16 by substitution, all at once (of a block-diagonal matrix, row i of every block is one masked
-    column sum); then twice inverse blocks are joined, [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], as products
-    of whole matrices.
+    Its four diagonal blocks of 16 by substitution, all at once; then twice inverse blocks are joined,
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], as products of whole matrices.
     """
     row, col = (lax.broadcasted_iota(jnp.int32, (HALF, HALF), axis) for axis in (0, 1))
-    row_in, col_in = row % BASE, col % BASE
     same = row // BASE == col // BASE
+    count = HALF // BASE
+    blocks = jnp.where(same, lower, F32(0)).reshape(count, BASE, count, BASE).sum(2)
+    row_in, col_in = (lax.broadcasted_iota(jnp.int32, (count, BASE, BASE), axis) for axis in (1, 2))
 
     def substitute(i: Array, x: Array) -> Array:
-        factor = jnp.sum(jnp.where(same & (col_in == i), lower, F32(0)), axis=1)
-        done = jnp.sum(jnp.where(row_in == i, x, F32(0)), axis=0)
-        return x - jnp.where(same & (row_in > i), factor[:, None] * done[None, :], F32(0))
+        factor = jnp.sum(jnp.where(col_in == i, blocks, F32(0)), axis=2)
+        done = jnp.sum(jnp.where(row_in == i, x, F32(0)), axis=1)
+        return x - jnp.where(row_in > i, factor[:, :, None] * done[:, None, :], F32(0))
 
-    x = lax.fori_loop(0, BASE - 1, substitute, jnp.where(row == col, F32(1), F32(0)))
+    x = lax.fori_loop(0, BASE - 1, substitute, jnp.where(row_in == col_in, F32(1), F32(0)))
+    spread = jnp.broadcast_to(x[:, :, None, :], (count, BASE, count, BASE)).reshape(HALF, HALF)
+    x = jnp.where(same, spread, F32(0))
     size = BASE
     while size < HALF:
         corner = (row // (2 * size) == col // (2 * size)) & (row // size > col // size)
-        x = x - dot3(x, dot3(jnp.where(corner, lower, F32(0)), x))
+        parts = split(x)
+        x = x - dot3(parts, dot3(jnp.where(corner, lower, F32(0)), parts))
         size *= 2
     return x
 
@@ -144,140 +177,151 @@ def inverse(lower: Array) -> Array:
 # ---- Keys ----
 
 
-def _solve_body(refs: dict[str, Any]) -> None:
-    w, beta = refs["w"][...], refs["beta"][...]
-    lower = jnp.where(triangle(HALF, 1), beta[:, None] * dot3(w, w, tb=True), F32(0))
-    refs["x"][...] = inverse(lower)
-
-
-def _updates_body(refs: dict[str, Any]) -> None:
-    top, bottom = HALVES
-    w = lambda s: refs["w"][s, :]
-    t = lambda s: refs["x"][s, :] * refs["beta"][s][None, :]
-
-    def write(s: Any, u: Array) -> None:
-        high = u.astype(F16)
-        refs["w16"][s, :] = w(s).astype(F16)
-        refs["u16"][s, :] = high
-        refs["u_low"][s, :] = (u - high.astype(F32)).astype(F16)
-
-    u0 = dot3(t(top), w(top))
-    write(top, u0)
-    write(bottom, dot3(t(bottom), w(bottom) - dot3(dot3(w(bottom), w(top), tb=True), u0)))
-
-
-def _product_body(refs: dict[str, Any]) -> None:
-    dim = refs["w"].shape[1]
-
-    def rows(i: Array, total: Array) -> Array:
-        s = pl.ds(i * (HALF // 2), HALF // 2)
-        w, high = refs["w"][s, :], refs["u16"][s, :]
-        w16 = w.astype(F16)
-        total -= dot((w - w16.astype(F32)).astype(F16), high, ta=True) + dot(w16, refs["u_low"][s, :], ta=True)
-        return total - dot(w16, high, ta=True)
-
-    row, col = (lax.broadcasted_iota(jnp.int32, (dim, dim), axis) for axis in (0, 1))
-    refs["p"][...] = lax.fori_loop(0, 2 * BLOCK // HALF, rows, jnp.where(row == col, F32(1), F32(0)))
-
-
-def _keys_body(inverted: bool, refs: dict[str, Any]) -> None:
-    top, bottom = HALVES
-    w = lambda s: refs["w"][s, :]
-    t = lambda s: refs["x"][s, :] * refs["beta"][s][None, :]
-    k = lambda s: refs["k"][s, :].astype(F16)
+def _halves_body(interpret: bool, refs: dict[str, Any]) -> None:
     strict = triangle(HALF, 1)
-    z00 = dot3(t(top), jnp.where(strict, dot3(w(top), k(top), tb=True), F32(0)))
-    refs["z16"][top, top] = z00.astype(F16)
-    refs["z16"][top, bottom] = jnp.zeros((HALF, HALF), F16)
-    cross = dot3(w(bottom), w(top), tb=True)
-    z10 = dot3(t(bottom), dot3(w(bottom), k(top), tb=True) - dot3(cross, z00)).astype(F16)
-    refs["z16"][bottom, top] = z10
-    moved = k(top).astype(F32) - dot(z00.astype(F16), w(top).astype(F16), ta=True)
-    refs["k16"][top, :] = (moved - dot(z10, w(bottom).astype(F16), ta=True)).astype(F16)
-    if inverted:
-        x0, x1 = (refs["x"][s, :].astype(F16) for s in HALVES)
-        corner = dot(x1, dot((refs["beta"][bottom][:, None] * cross).astype(F16), x0).astype(F16))
-        refs["x16"][top, top] = x0
-        refs["x16"][top, bottom] = jnp.zeros((HALF, HALF), F16)
-        refs["x16"][bottom, top] = (-corner).astype(F16)
-        refs["x16"][bottom, bottom] = x1
-    z11 = dot3(t(bottom), jnp.where(strict, dot3(w(bottom), k(bottom), tb=True), F32(0))).astype(F16)
-    refs["z16"][bottom, bottom] = z11
-    moved = k(bottom).astype(F32) - dot(z11, w(bottom).astype(F16), ta=True)
-    refs["k16"][bottom, :] = moved.astype(F16)
+    w, beta = split(refs["w"][...]), refs["beta"][...]
+    x = inverse(jnp.where(strict, beta[:, None] * dot3(w, w, tb=True), F32(0)))
+    refs["x16"][...], refs["x_low"][...] = split(x)
+    barrier(interpret)
+    w, k = split(refs["w"][...]), refs["k"][...].astype(F16)
+    t = split(joined((refs["x16"][...], refs["x_low"][...])) * refs["beta"][...][None, :])
+    z = dot3(t, jnp.where(strict, dot3(w, k, tb=True), F32(0))).astype(F16)
+    refs["z16"][...], refs["w16"][...] = z, w[0]
+    refs["k_half"][...] = (k.astype(F32) - dot(z, w[0], ta=True)).astype(F16)
+    refs["u16"][...], refs["u_low"][...] = split(dot3(t, w))
 
 
-def block_keys(k: Array, w: Array, beta: Array, *, inverted: bool, interpret: bool) -> dict[str, Array]:
-    """What a block's keys leave behind: w16, u16 [B, K, T, D], z16 [B, K, T, 128] float16 for `block_queries`; k16
-    [B, T, K, D] float16, the keys at the block's right edge; p [B, K, T / 128, D, D] float32. With `inverted` also x16
-    [B, K, T, 128] for the backward pass.
+def _blocks_body(interpret: bool, refs: dict[str, Any]) -> None:
+    top, bottom = HALVES
+    u0, u1 = ((refs["u16"][s, :], refs["u_low"][s, :]) for s in HALVES)
+    across = split(dot3(u1, split(refs["w"][top, :]), tb=True))
+    barrier(interpret)
+    ahead = joined((refs["u16"][bottom, :], refs["u_low"][bottom, :])) - dot3(across, u0)
+    refs["m16"][...], refs["m_low"][...] = split(ahead)
+    barrier(interpret)
+    k = refs["k_half"][top, :]
+    passed = dot(k, refs["u16"][bottom, :], tb=True).astype(F16)
+    refs["k16"][top, :] = (k.astype(F32) - dot(passed, refs["w"][bottom, :].astype(F16))).astype(F16)
+    refs["k16"][bottom, :] = refs["k_half"][bottom, :]
+    barrier(interpret)
 
-    k: tokens; w: tokens, float32; beta: line, float32. The solve runs on halves of a block.
+    def chunk(i: Array, total: Array, first: int, name: str, low: str) -> Array:
+        here, w = pl.ds(i * CHUNK, CHUNK), split(refs["w"][pl.ds(first + i * CHUNK, CHUNK), :])
+        return total - dot3(w, (refs[name][here, :], refs[low][here, :]), ta=True)
+
+    p = identity(refs["w"].shape[1])
+    p = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, 0, "u16", "u_low"), p)
+    refs["p"][...] = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, HALF, "m16", "m_low"), p)
+
+
+def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str, Array]:
+    """What a block's keys leave behind: w16, u16 [B, K, T, D], z16, x16 [B, K, T, 64] of its halves and k_half
+    [B, K, T, D], their keys at their own right edges, float16; k16 [B, T, K, D] float16, the keys at the block's right
+    edge; p [B, K, T / 128, D, D] float32.
+
+    k: tokens; w: tokens, float32; beta: line, float32.
     """
     batch, length, heads, dim = k.shape
-    rows = lambda width, dtype=F16: jax.ShapeDtypeStruct((batch, heads, length, width), dtype)
-    inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1)}
-    outputs: dict[str, Operand] = {"x": ("rows", rows(HALF, F32), 1)}
-    grid = (batch, heads, length // HALF)
-    x = launch(_solve_body, grid, inputs, outputs, name="path_solve", warps=4, interpret=interpret, size=HALF)["x"]
+    rows = lambda width, of=length: jax.ShapeDtypeStruct((batch, heads, of, width), F16)
+    inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1), "k": ("tokens", k, 1)}
+    outputs: dict[str, Operand] = {n: ("rows", rows(dim), 1) for n in ("w16", "u16", "u_low", "k_half")}
+    outputs |= {n: ("rows", rows(HALF), 1) for n in ("z16", "x16", "x_low")}
+    grid, call = (batch, heads, length // HALF), partial(launch, warps=WARPS[dim], interpret=interpret)
+    body = partial(_halves_body, interpret)
+    made = call(body, grid, inputs, outputs, name="path_block_halves", size=HALF)
     grid = (batch, heads, length // BLOCK)
-    inputs["x"] = ("rows", x, 1)
-    outputs = {n: ("rows", rows(dim), 1) for n in ("w16", "u16", "u_low")}
-    call = partial(launch, grid=grid, warps=WARPS[dim], interpret=interpret)
-    made = call(_updates_body, inputs=inputs, outputs=outputs, name="path_block_updates")
-    p = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F32)
-    halves: dict[str, Operand] = {"w": inputs["w"], **{n: ("rows", made[n], 1) for n in ("u16", "u_low")}}
-    del made["u_low"]
-    made |= call(_product_body, inputs=halves, outputs={"p": ("square", p, 1)}, name="path_block_product")
-    inputs["k"] = ("tokens", k, 1)
+    inputs = {"w": inputs["w"]} | {n: ("rows", made[n], 1) for n in ("u16", "u_low", "k_half")}
     outputs = {
-        "z16": ("rows", rows(BLOCK), 1),
         "k16": ("tokens", jax.ShapeDtypeStruct(k.shape, F16), 1),
+        "p": ("square", jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F32), 1),
+        **{n: ("left half", rows(dim, length // 2), 1) for n in ("m16", "m_low")},
     }
-    if inverted:
-        outputs["x16"] = ("rows", rows(BLOCK), 1)
-    body = partial(_keys_body, inverted)
-    return made | call(body, inputs=inputs, outputs=outputs, name="path_block_keys")
+    made |= call(partial(_blocks_body, interpret), grid, inputs, outputs, name="path_blocks")
+    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "k_half", "k16", "p")}
 
 
 # ---- Queries ----
 
 
-def _tile(options: BlockOptions, refs: dict[str, Any]) -> tuple[Array, Array, Array | None, Array]:
-    """(E as float16, unscaled content logits, bias, logits with −inf where unseen)."""
-    q = refs["q"][...]
-    tril = triangle(BLOCK)
-    e = jnp.where(tril, dot(q.astype(F16), refs["w16"][...], tb=True), F32(0)).astype(F16)
-    content = (dot(q, refs["k"][...], tb=True) - dot(e, refs["z16"][...])) * F32(options.scale)
-    bias = refs["bias"][...] if "bias" in refs else None
+def weigh(options: BlockOptions, refs: dict[str, Any], rows: Any, cols: Any, content: Array) -> tuple[Any, Array]:
+    """(bias of a tile or None, its logits with −inf where unseen) from its scaled content logits."""
+    bias = refs["bias"][rows, cols] if "bias" in refs else None
     if "hi" in refs:
-        hi, lo = refs["hi"][...], refs["lo"][...]
-        gates = (hi[:, None] - hi[None, :]) + (lo[:, None] - lo[None, :])
+        hi, lo = refs["hi"], refs["lo"]
+        gates = (hi[rows][:, None] - hi[cols][None, :]) + (lo[rows][:, None] - lo[cols][None, :])
         bias = gates if bias is None else bias + gates
     logits = content
     if "sharpness" in refs:
-        logits = logits * refs["sharpness"][...][:, None]
+        logits = logits * refs["sharpness"][rows][:, None]
     if bias is not None:
         sharp = options.sharpen_bias and "sharpness" in refs
-        logits = logits + (bias * refs["sharpness"][...][:, None] if sharp else bias)
-    seen = tril
+        logits = logits + (bias * refs["sharpness"][rows][:, None] if sharp else bias)
+    if rows is cols:
+        logits = jnp.where(triangle(HALF), logits, F32(-jnp.inf))
     if "q_ids" in refs:
-        seen = seen & (refs["q_ids"][...][:, None] == refs["k_ids"][...][None, :])
-    return e, content, bias, jnp.where(seen, logits, F32(-jnp.inf))
+        seen = refs["q_ids"][rows][:, None] == refs["k_ids"][cols][None, :]
+        logits = jnp.where(seen, logits, F32(-jnp.inf))
+    return bias, logits
 
 
-def _queries_body(options: BlockOptions, refs: dict[str, Any]) -> None:
-    e, _, _, logits = _tile(options, refs)
-    top = jnp.max(logits, axis=1)
-    top = jnp.where(top == -jnp.inf, F32(0), top)
-    p = jnp.exp(logits - top[:, None])
-    total = jnp.sum(p, axis=1)
-    some = total > 0
-    safe = jnp.where(some, total, F32(1))
-    v = refs["v"][...]
-    refs["o"][...] = (dot(p.astype(v.dtype), v) / safe[:, None]).astype(refs["o"].dtype)
-    refs["lse"][...] = jnp.where(some, top + jnp.log(safe), F32(-jnp.inf))
-    refs["q16"][...] = (refs["q"][...].astype(F32) - dot(e, refs["u16"][...])).astype(F16)
+def own_update(refs: dict[str, Any], s: Any) -> Array:
+    """E of a half's queries and its own tokens, float16."""
+    return jnp.where(triangle(HALF), dot(refs["q"][s, :].astype(F16), refs["w16"][s, :], tb=True), F32(0)).astype(F16)
+
+
+def own_half(options: BlockOptions, refs: dict[str, Any], s: Any, e: Array) -> Array:
+    """Scaled content logits of a half's queries and its own keys."""
+    return (dot(refs["q"][s, :], refs["k"][s, :], tb=True) - dot(e, refs["z16"][s, :])) * F32(options.scale)
+
+
+def at_left(refs: dict[str, Any], s: Any, e: Array) -> Array:
+    """Queries at the left edge of their half, float16."""
+    return (refs["q"][s, :].astype(F32) - dot(e, refs["u16"][s, :])).astype(F16)
+
+
+def other_half(options: BlockOptions, refs: dict[str, Any], left: Array) -> Array:
+    """Scaled content logits of the right half's queries `left` and the left half's keys."""
+    return dot(left, refs["k_half"][HALVES[0], :], tb=True) * F32(options.scale)
+
+
+def _queries_body(options: BlockOptions, moves: int, refs: dict[str, Any]) -> None:
+    top, bottom = HALVES
+
+    def write(s: Any, q: Array) -> None:
+        refs["q0"][s, :] = q.astype(refs["q0"].dtype)
+        for n in range(moves):
+            q = dot(q, refs[f"left{n}"][...]).astype(F16)
+            refs[f"q{n + 1}"][s, :] = q.astype(refs["q0"].dtype)
+        barrier(options.interpret)
+
+    def finish(s: Any, parts: list[tuple[Any, Array]]) -> None:
+        most = jnp.max(parts[0][1], axis=1)
+        for _, logits in parts[1:]:
+            most = jnp.maximum(most, jnp.max(logits, axis=1))
+        most = jnp.where(most == -jnp.inf, F32(0), most)
+        total, o = jnp.zeros((HALF,), F32), jnp.zeros((HALF, refs["v"].shape[1]), F32)
+        for cols, logits in parts:
+            p = jnp.exp(logits - most[:, None])
+            v = refs["v"][cols, :]
+            total, o = total + jnp.sum(p, axis=1), o + dot(p.astype(v.dtype), v)
+        some = total > 0
+        safe = jnp.where(some, total, F32(1))
+        refs["o"][s, :] = (o / safe[:, None]).astype(refs["o"].dtype)
+        refs["lse"][s] = jnp.where(some, most + jnp.log(safe), F32(-jnp.inf))
+        barrier(options.interpret)
+
+    e = own_update(refs, top)
+    write(top, at_left(refs, top, e))
+    finish(top, [(top, weigh(options, refs, top, top, own_half(options, refs, top, e))[1])])
+    e = own_update(refs, bottom)
+    left = at_left(refs, bottom, e)
+    passed = dot(left, refs["w16"][top, :], tb=True).astype(F16)
+    write(bottom, (left.astype(F32) - dot(passed, refs["u16"][top, :])).astype(F16))
+    own = weigh(options, refs, bottom, bottom, own_half(options, refs, bottom, e))[1]
+    barrier(options.interpret)
+    across = weigh(options, refs, bottom, top, other_half(options, refs, left))[1]
+    barrier(options.interpret)
+    finish(bottom, [(bottom, own), (top, across)])
 
 
 def query_inputs(x: dict[str, Any], keys: dict[str, Array]) -> dict[str, Operand]:
@@ -287,22 +331,30 @@ def query_inputs(x: dict[str, Any], keys: dict[str, Array]) -> dict[str, Operand
         "q": ("tokens", x["q"], 1),
         "k": ("tokens", x["k"], group),
         "v": ("tokens", x["v"], group),
-        **{n: ("rows", keys[n], group) for n in ("w16", "u16", "z16")},
+        **{n: ("rows", keys[n], group) for n in ("w16", "u16", "z16", "k_half")},
     }
     kinds = {"bias": "bias", "hi": "line", "lo": "line", "sharpness": "line", "q_ids": "ids", "k_ids": "ids"}
     return operands | {n: (kind, x[n], 1) for n, kind in kinds.items() if x[n] is not None}
 
 
-def block_queries(options: BlockOptions, x: dict[str, Any], keys: dict[str, Array]) -> dict[str, Array]:
-    """Attention of each block to itself: o (tokens, in v's dtype), lse (line, natural), q16 (tokens, float16): the
-    queries at their block's left edge."""
-    batch, length, heads, _ = x["q"].shape
+def block_queries(
+    options: BlockOptions, x: dict[str, Any], keys: dict[str, Array], moves: list[tuple[int, Array]]
+) -> dict[str, Any]:
+    """Attention of each block to itself: o (tokens, in v's dtype), lse (line, natural); and `queries`, in q's dtype
+    (tokens): at the left edge of their block, then of that after each of the moves.
+
+    moves: (blocks that share a matrix, matrices [B, K, n, D, D] float16).
+    """
+    batch, length, heads, dim = x["q"].shape
+    group = heads // x["k"].shape[2]
     outputs: dict[str, Operand] = {
         "o": ("tokens", jax.ShapeDtypeStruct((batch, length, heads, x["v"].shape[3]), x["v"].dtype), 1),
         "lse": ("line", jax.ShapeDtypeStruct((batch, heads, length), F32), 1),
-        "q16": ("tokens", jax.ShapeDtypeStruct(x["q"].shape, F16), 1),
+        **{f"q{n}": ("tokens", x["q"], 1) for n in range(len(moves) + 1)},
     }
-    grid = (batch, heads, length // BLOCK)
-    body = partial(_queries_body, options)
-    name, inputs = "path_block_queries", query_inputs(x, keys)
-    return launch(body, grid, inputs, outputs, name=name, warps=8, interpret=options.interpret)
+    lefts: dict[str, Operand] = {f"left{n}": (f"square of {size}", m, group) for n, (size, m) in enumerate(moves)}
+    grid, body = (batch, heads, length // BLOCK), partial(_queries_body, options, len(moves))
+    inputs, name = query_inputs(x, keys) | lefts, "path_block_queries"
+    outputs = {n: (kind, jax.ShapeDtypeStruct(a.shape, a.dtype), 1) for n, (kind, a, _) in outputs.items()}
+    made = launch(body, grid, inputs, outputs, name=name, warps=WARPS[dim], interpret=options.interpret)
+    return {n: made[n] for n in ("o", "lse")} | {"queries": [made[f"q{n}"] for n in range(len(moves) + 1)]}

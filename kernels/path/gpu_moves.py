@@ -1,9 +1,10 @@
 """Rows of queries or keys times the D × D products of a level: Pallas-Triton kernels around one product each.
 
-x and the matrices are float16 (both are at most as large as the query or key they come from), products accumulate in
-float32 and are rounded once; gradients are bfloat16.
+Keys and matrices are float16 (both are at most as large as the key they come from), products accumulate in float32 and
+are rounded once per level; gradients are bfloat16. Queries are moved where they are made (`gpu_blocks.block_queries`).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.path.gpu_blocks import BLOCK, F32, dot
+from kernels.path.gpu_blocks import BLOCK, F16, F32, WARPS, dot
 from kernels.path.levels import Level, pair_of
 
 Array = jax.Array
@@ -26,7 +27,7 @@ def _call(body: Any, grid: Any, ins: Any, outs: Any, in_specs: Any, out_specs: A
         out_shape=outs,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS[ins[0].shape[-1]], num_stages=1),
         interpret=interpret,
         name=name,
     )(*ins)
@@ -36,45 +37,73 @@ def _count(level: Level, packed: bool) -> int:
     return level.pairs if packed else level.radix
 
 
-def move(
-    x: Array, m: Array, level: Level, *, transposed: bool, packed: bool, dtypes: Any, interpret: bool, skip: int = 0
-) -> Any:
-    """Every row of x [B, T, H, D] float16 times the matrix of its child, one result per dtype.
+def _whole(x: Any, per_parent: int, level: Level, group: int = 1) -> pl.BlockSpec:
+    """What the parent of a program's block has of x: [B, K, parents, n, D, D], or [B, parents · per_parent, H, D]."""
+    blocks = level.parent // BLOCK
+    if x.ndim == 6:
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda b, h, i: (b, h // group, i // blocks, 0, 0, 0))
+    return pl.BlockSpec((None, per_parent, None, x.shape[3]), lambda b, h, i: (b, i // blocks, h, 0))
 
-    m [B, K, parents, n, D, D] float16, from number `skip` on, transposed on use if `transposed` (keys). packed: the
-    matrices of the pairs, one result row per pair and key of its child c, [B, parents · stored, H, D]; else those of
-    the children, results like x.
+
+def _place(i: Any, level: Level) -> tuple[Any, Any]:
+    """(child, block in it) of block number i of the row."""
+    tiles = level.size // BLOCK
+    i = lax.rem(i, jnp.int32(level.radix * tiles))
+    return lax.div(i, jnp.int32(tiles)), lax.rem(i, jnp.int32(tiles))
+
+
+def _pair(c: Any, a: Any) -> Any:
+    return lax.div(a * (a - 1), jnp.int32(2)) + c
+
+
+def _to_pairs(x: Array, child: Any, tile: Any, level: Level, runs: Any, out: Any) -> None:
+    """Rows x of block `tile` of a child, times the matrices of its pairs (a, child), to their places."""
+
+    def one(a: Array, x: Array) -> Array:
+        rows = pl.ds((_pair(child, a) * (level.size // BLOCK) + tile) * BLOCK, BLOCK)
+        out[rows, :] = dot(x, runs[_pair(child, a)], tb=True).astype(out.dtype)
+        return x
+
+    lax.fori_loop(child + 1, level.radix, one, x)
+
+
+def carry(
+    k: Array, runs: list[Array], levels: tuple[Level, ...], dtype: Any, *, interpret: bool, only: int | None = None
+) -> list[Array]:
+    """Keys k [B, T, K, D] float16 at the right edges of their blocks, for the queries of every level: one array
+    [B, parents · stored, K, D] of `dtype` per level, the keys of a level's child c times R_ac for every a > c.
+
+    runs [B, K, parents, n, D, D] float16 of each level (`gpu_products.runs`). only: number of the one level wanted;
+    then also the keys at the right edges of that level's children, float16, shaped as k.
     """
-    batch, _, heads, dim = x.shape
-    group, parents, count = heads // m.shape[1], m.shape[2], _count(level, packed)
-    tiles = level.size // BLOCK  # of a child
-    rows = parents * count * level.size
+    batch, length, heads, dim = k.shape
+    wanted = [n for n in range(len(levels)) if only is None or n == only]
+    used = levels[: wanted[-1] + 1]
+    shape = lambda level: (batch, length // level.parent * level.stored, heads, dim)
+    outs = [jax.ShapeDtypeStruct(shape(levels[n]), dtype) for n in wanted]
+    edges = only is not None and only > 0
+    tokens = pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, i, h, 0))
 
-    def child_block(i: Any) -> Any:
-        if not packed:
-            return i
-        number, tile = i // tiles, i % tiles
-        return (
-            (number // count) * level.radix + pair_of(lax.rem(number, jnp.int32(count)), level.radix)[1]
-        ) * tiles + tile
+    def body(k_ref: Any, *refs: Any) -> None:
+        run_refs, out_refs = refs[: len(used)], dict(zip(wanted, refs[len(used) :], strict=False))
+        x = k_ref[...]
+        for n, (level, run_ref) in enumerate(zip(used, run_refs, strict=True)):
+            child, tile = _place(pl.program_id(2), level)
+            pair = partial(_pair, child)
+            if edges and n == only:
+                refs[-1][...] = x
+            if n in out_refs:
+                _to_pairs(x, child, tile, level, run_ref, out_refs[n])
+            if n + 1 < len(used):
+                x = dot(x, run_ref[pair(jnp.int32(level.radix))], tb=True).astype(F16)
 
-    def body(x_ref: Any, m_ref: Any, *out_refs: Any) -> None:
-        y = dot(x_ref[...], m_ref[...], tb=transposed)
-        for ref in out_refs:
-            ref[...] = y.astype(ref.dtype)
-
-    tokens = lambda where: pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, where(i), h, 0))
-    at = lambda b, h, i: (b, h // group, i // tiles // count, skip + i // tiles % count, 0, 0)
-    return _call(
-        body,
-        (batch, heads, rows // BLOCK),
-        (x, m),
-        [jax.ShapeDtypeStruct((batch, rows, heads, dim), dtype) for dtype in dtypes],
-        [tokens(child_block), pl.BlockSpec((None, None, None, None, dim, dim), at)],
-        [tokens(lambda i: i) for _ in dtypes],
-        "path_move",
-        interpret,
-    )
+    specs = [tokens, *(_whole(r, 0, level) for r, level in zip(runs, used, strict=False))]
+    out_specs = [_whole(out, levels[n].stored, levels[n]) for n, out in zip(wanted, outs, strict=True)]
+    if edges:
+        outs, out_specs = [*outs, jax.ShapeDtypeStruct(k.shape, F16)], [*out_specs, tokens]
+    grid = (batch, heads, length // BLOCK)
+    made: list[Array] = _call(body, grid, (k, *runs[: len(used)]), outs, specs, out_specs, "path_carry", interpret)
+    return [*made, k] if only == 0 else made
 
 
 def move_backward_rows(
@@ -89,10 +118,13 @@ def move_backward_rows(
     plus: Array | None = None,
     joined: tuple[Array, int] | None = None,
 ) -> Array:
-    """Gradient of `move` in x: dy, shaped as its result -> [B, parents · parent, H, D] of `dtype`.
+    """Gradient in x [B, parents · parent, H, D], of `dtype`, of rows x times the matrix of their child, y = x m.
 
-    m None: the identity, so packed rows are summed. plus: is added, shaped as the result. joined (dy, skip): gradient
-    of a second `move` of the same x that was not packed, by the matrices of the same m from number `skip` on.
+    m [B, K, parents, n, D, D] float16, transposed on use if `transposed` (keys); None: the identity, so that packed
+    rows are summed. packed: the matrices of the pairs, one result row per pair and row of its child c, dy
+    [B, parents · stored, H, D]; else those of the children, dy shaped like x. plus: is added, shaped as the result.
+    joined (dy, skip): gradient of a second product of the same x that was not packed, by the matrices of the same m
+    from number `skip` on.
     """
     batch, _, heads, dim = dy.shape
     parents = dy.shape[1] // (level.stored if packed else level.parent)
@@ -150,7 +182,10 @@ def move_backward_rows(
 def move_backward_matrices(
     x: Array, dy: Array, level: Level, kv_heads: int, *, transposed: bool, packed: bool, interpret: bool
 ) -> Array:
-    """Gradient of `move` in m: x float16, dy bfloat16 -> [B, K, parents, n, D, D] float32, summed over query heads."""
+    """Gradient in m [B, K, parents, n, D, D] of the products in `move_backward_rows`, float32, summed over query heads.
+
+    x of 16 bits, dy bfloat16.
+    """
     batch, length, heads, dim = x.shape
     group, parents = heads // kv_heads, length // level.parent
     count = _count(level, packed)

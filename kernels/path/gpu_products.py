@@ -13,16 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.path.gpu_blocks import F16, F32, dot3
+from kernels.path.gpu_blocks import F16, F32, WARPS, dot3, identity
 from kernels.path.gpu_blocks_backward import Scaled
 from kernels.path.levels import Level
 
 Array = jax.Array
-
-
-def _eye(dim: int) -> Array:
-    row, col = (lax.broadcasted_iota(jnp.int32, (dim, dim), axis) for axis in (0, 1))
-    return jnp.where(row == col, F32(1), F32(0))
 
 
 def _specs(kinds: list[int | None], chains: int, dim: int) -> list[pl.BlockSpec]:
@@ -52,11 +47,12 @@ def runs(p: Array, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
         first = lax.div(a * (a - 1), jnp.int32(2))
 
         def step(n: Array, run: Array) -> Array:
-            c = a - 1 - n
+            c = a - 2 - n
             runs_ref[first + c] = run.astype(F16)
             return dot3(run, p_ref[c])
 
-        run = lax.fori_loop(0, a, step, _eye(dim))
+        runs_ref[first + a - 1] = identity(dim).astype(F16)
+        run = lax.fori_loop(0, a - 1, step, p_ref[a - 1])
         if not top:
 
             @pl.when(a < r)
@@ -65,7 +61,7 @@ def runs(p: Array, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
 
             @pl.when(a == r)
             def _whole() -> None:
-                left_ref[0] = _eye(dim).astype(F16)
+                left_ref[0] = identity(dim).astype(F16)
                 whole_ref[...] = run
 
     shape = lambda n, dtype: jax.ShapeDtypeStruct((batch, heads, parents, *n, dim, dim), dtype)
@@ -75,16 +71,17 @@ def runs(p: Array, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
         in_specs=_specs([r], chains, dim),
         out_specs=_specs([count, r, None], chains, dim),
         out_shape=(shape((count,), F16), shape((r,), F16), shape((), F32)),
-        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS[dim], num_stages=1),
         interpret=interpret,
         name="path_runs",
     )(p)
 
 
 def runs_backward(
-    p: Array, made: Array, druns: Array, dleft: Array | None, dwhole: Array | None, level: Level, interpret: bool
+    p: Array, made: Array, druns: Array, above: tuple[Array, Array, Array] | None, level: Level, interpret: bool
 ) -> Array:
-    """Gradient in p, shaped like it, from those of `runs`; dleft and dwhole are None at the top level.
+    """Gradient in p, shaped like it, from those of `runs`: druns of the pairs; above, None at the top level: of the
+    last radix runs, of left and of whole.
 
     Chain a hands Γ back from its end: dP_c += R_acᵀ Γ, Γ ← Γ P_cᵀ + dR_ac for c = 0 … a − 1. Chains write their parts
     apart, which are then added in a fixed order.
@@ -92,7 +89,7 @@ def runs_backward(
     batch, heads, _, dim, _ = p.shape
     r = level.radix
     grouped = p.reshape(batch, heads, -1, r, dim, dim)
-    parents, top = grouped.shape[2], dwhole is None
+    parents, top = grouped.shape[2], above is None
     chains, count = (r - 1 if top else r), made.shape[3]
 
     def body(p_ref: Any, runs_ref: Any, druns_ref: Any, *refs: Any) -> None:
@@ -102,27 +99,30 @@ def runs_backward(
         if top:
             start = jnp.zeros((dim, dim), F32)
         else:
-            dleft_ref, dwhole_ref = refs[:2]
+            _, dleft_ref, dwhole_ref = refs[:3]
             start = jnp.where(a < r, dleft_ref[jnp.minimum(a, r - 1)], dwhole_ref[...])
 
         def step(c: Array, gamma: Array) -> Array:
             scaled = Scaled.of(gamma)
             out_ref[first + c] = scaled.under(runs_ref[first + c])
-            return scaled.times(p_ref[c].astype(F16), tb=True) + druns_ref[first + c]
+            own = druns_ref[jnp.minimum(first + c, level.pairs - 1)]
+            if not top:
+                own = jnp.where(a < r, own, refs[0][c])
+            return scaled.times(p_ref[c].astype(F16), tb=True) + own
 
         lax.fori_loop(0, a, step, start)
 
     arrays: list[Array] = [grouped, made, druns]
-    kinds: list[int | None] = [r, count, count]
-    if dleft is not None and dwhole is not None:
-        arrays, kinds = [*arrays, dleft, dwhole], [*kinds, r, None]
+    kinds: list[int | None] = [r, count, level.pairs]
+    if above is not None:
+        arrays, kinds = [*arrays, *above], [*kinds, r, r, None]
     parts = pl.pallas_call(
         body,
         grid=(batch, heads, parents * chains),
         in_specs=_specs(kinds, chains, dim),
         out_specs=_specs([count], chains, dim)[0],
         out_shape=jax.ShapeDtypeStruct((batch, heads, parents, count, dim, dim), F32),
-        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS[dim], num_stages=1),
         interpret=interpret,
         name="path_runs_backward",
     )(*arrays)
