@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -135,13 +135,17 @@ def kernels_of(events: list[Row]) -> dict[str, list[float]]:
     return dict(sorted(total.items(), key=lambda item: -item[1][1]))
 
 
-def speed_part(shape: tuple[int, int, int, int]) -> Iterator[Callable[[], list[Row]]]:
-    jobs = []
+def side_by_side(jobs: list[Callable[[], Callable[[], list[Row]]]]) -> list[Callable[[], list[Row]]]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(attempt, jobs))
+
+
+def speed_part(shape: tuple[int, int, int, int]) -> list[Callable[[], list[Row]]]:
+    jobs: list[Any] = []
     for name in CASES:
         case = Case(name, shape, gates=name == "path-fox")
         jobs += [partial(speed, case, which, name == "path") for which in ("fwd_bwd", "fwd")]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        yield from [job.result() for job in [pool.submit(attempt, job) for job in jobs]]
+    return side_by_side(jobs)
 
 
 # ---- Decode ----
@@ -162,10 +166,8 @@ def decode(length: int, lazy: bool) -> Callable[[], list[Row]]:
     return measure
 
 
-def decode_part() -> Iterator[Callable[[], list[Row]]]:
-    for length in DECODE_LENGTHS:
-        for lazy in (True, False):
-            yield attempt(partial(decode, length, lazy))
+def decode_part() -> list[Callable[[], list[Row]]]:
+    return side_by_side([partial(decode, length, lazy) for length in DECODE_LENGTHS for lazy in (True, False)])
 
 
 # ---- Checks ----
@@ -219,9 +221,8 @@ def wait_for(path: Path, seconds: float = 200) -> Any:
     return np.load(path)
 
 
-def check_part(number: int, folder: Path) -> Iterator[Callable[[], list[Row]]]:
-    for case in CHECKS[number::CHECK_PARTS]:
-        yield attempt(partial(check, case, folder))
+def check_part(number: int, folder: Path) -> list[Callable[[], list[Row]]]:
+    return side_by_side([partial(check, case, folder) for case in CHECKS[number::CHECK_PARTS]])
 
 
 # ---- A part's process ----
@@ -259,9 +260,9 @@ def main() -> None:
         return
     if kind == "speed":
         batch, length, heads, dim = map(int, rest.split(","))
-        runs = list(speed_part((batch, length, heads, dim)))
+        runs = speed_part((batch, length, heads, dim))
     else:
-        runs = list(decode_part() if kind == "decode" else check_part(int(rest), folder))
+        runs = decode_part() if kind == "decode" else check_part(int(rest), folder)
     print(json.dumps({"part": part, "prepared_s": round(time.perf_counter() - began, 1)}), flush=True)
     print("READY", flush=True)
     sys.stdin.readline()
