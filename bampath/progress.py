@@ -86,6 +86,8 @@ def summary(values: Mapping[str, Any]) -> str:
     ):
         if values.get(name) is not None:
             parts.append(f"{label} {values[name]:{form}}")
+    if values.get("mfu_full") is not None:
+        parts.append(f"({values['mfu_full']:.1%} counting all pairs)")
     return "  ".join(parts)
 
 

@@ -1,8 +1,10 @@
 """What a run prints before its first step, so that nobody has to guess what is being trained."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +32,24 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but model.vocab_size="
             f"{config.model.vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
+
+
+def keep_programs(folder: Path) -> str:
+    """Keep compiled programs in `folder` (shared by all processes of a run), and find those of earlier runs there.
+
+    Before anything is compiled; returns a line about what is there. OSError if it cannot be written.
+    """
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = folder.expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise OSError(f"--compile-cache {folder} has no permission to be written")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX reads the options once
+    return f"compiled programs in {folder}: {len(list(folder.glob('*-cache')))} from earlier runs"
 
 
 def banner(config: Config, declared: Declared, tokenizer: Tokenizer) -> str:

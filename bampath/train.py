@@ -29,6 +29,7 @@ from bampath.flops import peak_flops, train_flops_per_token
 from bampath.lock import RunLock
 from bampath.metrics import Mean, Writer
 from bampath.overrides import to_dict
+from bampath.profiling import Profiler, Window
 from bampath.progress import Progress, Speed
 from bampath.step import (
     Batch,
@@ -81,6 +82,7 @@ def fit(
     resume: bool = False,
     evaluate: Evaluate | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    profile: Window | None = None,
     out: TextIO | None = None,
 ) -> Result:
     """Train `config` in `run_dir` (config.json, metrics.jsonl, tensorboard/, checkpoints/) and return how it ended.
@@ -91,6 +93,7 @@ def fit(
         its numbers are written as kind "eval".
     should_stop: asked after each step; true saves and ends. In a run of several processes (`bampath.distributed.join`)
         it is enough that one of them wishes so, and it takes one step more.
+    profile: steps whose trace is written to `run_dir`/profile (of process 0, if there are several).
     out: where progress is shown; default: standard output. Process 0 shows it, and writes all but arrays.
 
     Raises NonFiniteError, after saving the last sound state; FileExistsError; InUseError if another process writes to
@@ -109,6 +112,8 @@ def fit(
         if resume and distributed.lead() and run_dir.is_dir():
             lock.take()
         found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
+        if profile is not None:
+            profile.check(found.step, config.train.steps)
         loader = stack.enter_context(make_loader(config.data, rows=rows))
         tokenizer = loader.source.tokenizer
         warm = warm_plan(config, declared.shapes, tokenizer) if config.train.init_from and not found.path else None
@@ -128,7 +133,8 @@ def fit(
         progress = stack.enter_context(Progress(config.train.steps, out))
         saver = stack.enter_context(Saver(run_dir, config.train.keep, config.train.keep_every))
         writer = stack.enter_context(Writer(run_dir, found.step, config.train.tensorboard, active=distributed.lead()))
-        run = _Run(config, model, declared, loader, saver, writer, progress, evaluate, found.elapsed)
+        profiler = stack.enter_context(Profiler(profile if distributed.lead() else None, run_dir))
+        run = _Run(config, model, declared, loader, saver, writer, progress, profiler, evaluate, found.elapsed)
         return run.loop(state, found.step, should_stop)
 
 
@@ -164,11 +170,13 @@ class _Run:
         saver: Saver,
         writer: Writer,
         progress: Progress,
+        profiler: Profiler,
         evaluate: Evaluate | None,
         elapsed: float,
     ) -> None:
         self.config, self.model, self.declared, self.loader = config, model, declared, loader
         self.saver, self.writer, self.progress, self.evaluate = saver, writer, progress, evaluate
+        self.profiler = profiler
         self.started = time.monotonic() - elapsed
         tokens = config.data.batch_size * config.data.sequence_length
         flops = train_flops_per_token(config.model, declared.count, config.data.sequence_length)
@@ -184,8 +192,14 @@ class _Run:
         vote = distributed.Vote(sharding.mesh_of(self.config))
         done = start
         for done in range(start + 1, train.steps + 1):
-            batch = device_batch(self.config, next(self.loader))
-            state, report = step(state, batch)
+            with self.profiler.step(done, before=state):
+                batch = device_batch(self.config, next(self.loader))
+                state, report = step(state, batch)
+            if self.profiler.ends_with(done):
+                jax.block_until_ready(state)
+                with self.speed.paused():
+                    self.profiler.stop()
+                self.progress.say(f"profile of the steps up to {done} in {self.profiler.folder}")
             if pending is not None:
                 self.read(*pending, state)
             pending = (done, report, batch)

@@ -19,10 +19,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from bampath import config as configs
 from bampath.config import Config
 from bampath.watch import LOST
+
+if TYPE_CHECKING:
+    from bampath.profiling import Window
 
 NOT_FINITE, REFUSED, UNWRITTEN = 1, 2, 5  # exit statuses, beside LOST
 
@@ -43,15 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(configs.describe(config, base))
         return dry_run(config)
     from bampath import distributed
+    from bampath.profiling import Window
+    from bampath.startup import keep_programs
 
     try:
+        window = None if options.profile is None else Window.parse(options.profile)
+        programs = None if options.compile_cache is None else keep_programs(options.compile_cache)
         joined = join(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refuse(error)
     if distributed.lead():
-        print(configs.describe(config, base))
+        print(configs.describe(config, base), *([programs] if programs else []), sep="\n")
     try:
-        status = train(config, run_dir, options)
+        status = train(config, run_dir, options, window)
     except BaseException:
         if joined:  # an ordinary end would wait for the others
             traceback.print_exc()
@@ -74,7 +82,7 @@ def join(options: argparse.Namespace) -> bool:
     return joined
 
 
-def train(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
+def train(config: Config, run_dir: Path, options: argparse.Namespace, window: "Window | None") -> int:
     """Train, say how it ended, and return the exit status."""
     from bampath import distributed
     from bampath.checkpoint import CheckpointError, SaveError
@@ -83,7 +91,7 @@ def train(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
 
     stop, say = Stop(), print if distributed.lead() else lambda _: None
     try:
-        result = fit(config, run_dir, resume=options.resume, should_stop=lambda: stop.by != 0)
+        result = fit(config, run_dir, resume=options.resume, should_stop=lambda: stop.by != 0, profile=window)
     except (NonFiniteError, LostError, SaveError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return {NonFiniteError: NOT_FINITE, LostError: LOST, SaveError: UNWRITTEN}[type(error)]
@@ -114,6 +122,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-POSITION")
     parser.add_argument("--resume", action="store_true", help="continue the run in DIR (from its own configuration)")
     parser.add_argument("--init-from", metavar="CHECKPOINT", help="short for train.init_from=CHECKPOINT")
+    parser.add_argument("--profile", metavar="FIRST:LAST", help="trace these steps into DIR/profile, such as 10:13")
+    parser.add_argument(
+        "--compile-cache", type=Path, metavar="FOLDER", help="keep compiled programs here, use those of earlier runs"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
     several = parser.add_argument_group("several processes", "docs/scaling.md says when which of these is needed")
     several.add_argument(

@@ -3,7 +3,10 @@
 import os
 import signal
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from bampath import checkpoint, config, runs, startup
 from bampath.step import build_model, declare
@@ -140,3 +143,32 @@ def test_an_interrupt_saves_and_a_second_one_would_stop_at_once(tmp_path, capsys
     out = capsys.readouterr().out
     assert "stopped after step 1; continue with --resume" in out
     assert f"python -m experiments.train --resume --run-dir {tmp_path / 'run'}" in out
+
+
+def test_compiled_programs_are_kept_and_found_again(tmp_path):
+    names = ("dir", "min_compile_time_secs", "min_entry_size_bytes")
+    keys = ["jax_compilation_cache_dir", *(f"jax_persistent_cache_{name}" for name in names[1:])]
+    before = {key: getattr(jax.config, key) for key in keys}
+    try:
+        assert startup.keep_programs(tmp_path / "programs").endswith("programs: 0 from earlier runs")
+        jax.jit(lambda x: jnp.sin(x) * 3.25)(jnp.ones(7)).block_until_ready()
+        assert any(path.name.endswith("-cache") for path in (tmp_path / "programs").iterdir())
+        count = len(list((tmp_path / "programs").glob("*-cache")))
+        assert startup.keep_programs(tmp_path / "programs").endswith(f"programs: {count} from earlier runs")
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
+        compilation_cache.reset_cache()
+
+
+def test_options_that_cannot_be_are_refused_before_anything_is_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for options, message in (
+        (["--profile", "10-13"], "--profile '10-13' must be FIRST:LAST"),
+        (["--profile", "5:3"], "the window 5:3 must be FIRST:LAST"),
+        (["--compile-cache", str(tmp_path / "file")], "File exists"),
+        (["--processes", "2"], "--coordinator, --processes, --process belong together: --coordinator and --process is"),
+    ):
+        assert train.main(["--config", "tiny", "--run-dir", str(tmp_path / "run"), *options]) == train.REFUSED
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import pytest
 from bampath import config, progress
 from bampath.flops import Flops, body_parameters, peak_flops, train_flops_per_token
 from bampath.metrics import Mean, Writer, read
-from bampath.progress import Progress, Speed
+from bampath.progress import Progress, Speed, summary
 from bampath.step import build_model, declare
 
 
@@ -63,6 +63,12 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
         seen += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         data = data[16 + size :]
     assert seen == [("train/loss", 3, 0.5)]
+
+
+def test_progress_shows_both_conventions_of_mfu():
+    shown = summary({"loss": 2.5, "tokens_per_second": 12_345.6, "mfu": 0.412, "mfu_full": 0.45})
+    assert shown == "loss 2.5000  tok/s 12,346  MFU 41.2%  (45.0% counting all pairs)"
+    assert "MFU" not in summary({"loss": 2.5})
 
 
 def test_flops_count_what_is_multiplied():

@@ -1,5 +1,6 @@
 """The loop: what it writes, refuses, resumes and keeps."""
 
+import gzip
 import io
 import json
 
@@ -10,6 +11,7 @@ import pytest
 from bampath import checkpoint, config
 from bampath.checkpoint import CheckpointError
 from bampath.metrics import read
+from bampath.profiling import Window
 from bampath.train import NonFiniteError, fit
 from tests.train.small import small, text_file
 
@@ -140,6 +142,32 @@ def test_a_hook_of_ones_own_sees_the_parameters_of_its_step(run):
     jax.tree.map(np.testing.assert_array_equal, seen[6], result.params)
     lines = [json.loads(line) for line in (home / "hook/metrics.jsonl").read_text().splitlines()]
     assert [line["twice"] for line in lines if line["kind"] == "eval"] == [6.0, 12.0]
+
+
+def test_a_profile_names_its_steps_and_only_those(run):
+    home, cfg, result, _ = run
+    for window, message in (((0, 2), "1 <= FIRST"), ((3, 2), "must be FIRST:LAST"), ((5, 7), "not all among 1 to 6")):
+        with pytest.raises(ValueError, match=message):
+            fit(cfg, home / "profiled", profile=Window(*window), out=io.StringIO())
+    out = io.StringIO()
+    again = fit(cfg, home / "profiled", profile=Window(3, 4), out=out)
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
+    assert f"profile of the steps up to 4 in {home / 'profiled/profile'}" in out.getvalue()
+    (folder,) = (home / "profiled/profile/plugins/profile").iterdir()
+    assert [path.stat().st_size > 1000 for path in folder.glob("*.xplane.pb")] == [True]  # TensorBoard reads this
+    events = json.loads(gzip.decompress((folder / "perfetto_trace.json.gz").read_bytes()))["traceEvents"]
+    steps = {event["args"]["step_num"] for event in events if event.get("name") == "train_step"}
+    assert steps == {"3", "4"}
+    assert any("PjitFunction(step)" in event.get("name", "") for event in events)
+    with pytest.raises(ValueError, match="not all among 7 to 6"):
+        fit(cfg, home / "profiled", resume=True, profile=Window(3, 4), out=io.StringIO())
+
+
+def test_windows_are_read_strictly():
+    assert Window.parse("10:13") == Window(10, 13)
+    for text in ("10", "10-13", "a:b", "-1:3", "1:2:3"):
+        with pytest.raises(ValueError, match=r"must be FIRST:LAST, such as 10:13"):
+            Window.parse(text)
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(run):
