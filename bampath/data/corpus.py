@@ -7,6 +7,7 @@ and a damaged entry is built anew.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import shutil
 import socket
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -23,6 +24,7 @@ import numpy as np
 
 from bampath.data.config import DataConfig
 from bampath.data.formats import Document, Source
+from bampath.data.shards import JoinedTokens
 from bampath.data.sources import open_source, split_rule
 from bampath.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,16 +44,18 @@ class DamagedCacheError(ValueError):
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """Documents as one array of token ids. tokens: uint16 or uint32 [N]; offsets: int64 [documents + 1].
+    """Documents as one array of token ids. tokens: uint16 or uint32 [N], in memory or read where they are asked for;
+    offsets: int64 [documents + 1]. parts: of a mixture, each with its weight; their tokens end to end are `tokens`.
 
     Document i is tokens[offsets[i] : offsets[i + 1]], BOS and EOS included where the configuration adds them.
     fingerprint depends on the token ids and the document borders only, not on where the text lay.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | JoinedTokens
     offsets: np.ndarray
     fingerprint: str
     info: dict[str, Any]
+    parts: tuple[tuple["TokenCorpus", float], ...] = ()
 
     @property
     def documents(self) -> int:
@@ -89,11 +93,18 @@ def load_corpus(config: DataConfig, part: Part = "train", tokenizer: Tokenizer |
 
     ValueError if the part is empty, naming the reason; errors of sources and tokenizers pass through.
     """
+    from bampath.data import prepared  # which is made of corpora
+
     tokenizer = tokenizer or tokenizer_of(config)
+    other = config.validation_source if part == "validation" else ""
+    if prepared.mixture_of(other or config.source):
+        return prepared.open_mixture(config, part, tokenizer, load_corpus)
     if part == "validation" and config.validation_source:
         return load_corpus(
             replace(config, source=config.validation_source, validation_source="", split="none"), "train", tokenizer
         )
+    if config.source.startswith(prepared.SHARDS):
+        return prepared.open_shards(config, part, tokenizer)
     if config.validation_source:
         config = replace(config, split="none")
     source = open_source(config.source, config.read_options)
@@ -166,7 +177,7 @@ def _read_meta(entry: Path) -> dict[str, Any]:
         checksum = meta.pop("checksum")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DamagedCacheError(f"meta.json cannot be read: {error}") from error
-    if checksum != _digest(json.dumps(meta, sort_keys=True).encode()):
+    if checksum != digest(json.dumps(meta, sort_keys=True).encode()):
         raise DamagedCacheError("meta.json does not have its own checksum")
     return meta
 
@@ -176,16 +187,16 @@ def _check_chunks(path: Path, digests: list[str], check_all: bool) -> None:
     with path.open("rb") as file:
         for chunk in np.unique(np.linspace(0, len(digests) - 1, count).astype(int)) if digests else []:
             file.seek(int(chunk) * _CHUNK)
-            if _digest(file.read(_CHUNK)) != digests[chunk]:
+            if digest(file.read(_CHUNK)) != digests[chunk]:
                 raise DamagedCacheError(f"chunk {chunk} of {path.name} does not have its checksum")
 
 
 def _chunk_digests(path: Path) -> list[str]:
     with path.open("rb") as file:
-        return [_digest(chunk) for chunk in iter(lambda: file.read(_CHUNK), b"")]
+        return [digest(chunk) for chunk in iter(lambda: file.read(_CHUNK), b"")]
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -220,19 +231,20 @@ def _remove_abandoned(entry: Path) -> None:
 
 
 def _write_entry(work: Path, config: DataConfig, source: Source, tokenizer: Tokenizer) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_of(tokenizer)
     held_out = split_rule(source, config.split, config.validation_fraction)
-    marks = _marks(config, tokenizer)
+    marks = marks_of(config, tokenizer)
     skipped = 0
     clock = time.monotonic()
     with contextlib.ExitStack() as files:
         opened = {part: files.enter_context((work / f"{part}.tokens").open("wb")) for part in PARTS}
-        writers = {part: _PartWriter(file, dtype, marks) for part, file in opened.items()}
-        for batch in _batches(source, config.max_documents):
-            kept = [document for document in batch if document.text]
-            skipped += len(batch) - len(kept)
-            for document, ids in zip(kept, tokenizer.encode_batch([d.text for d in kept]), strict=True):
-                skipped += not writers["validation" if held_out(document) else "train"].add(document, ids)
+        writers = {part: _PartWriter(file, dtype) for part, file in opened.items()}
+        documents = itertools.islice(source.read(), config.max_documents or None)
+        for document, row in tokenised(documents, tokenizer, marks):
+            if len(row):
+                writers["validation" if held_out(document) else "train"].add(document, row)
+            else:
+                skipped += 1
             if time.monotonic() - clock > 5:
                 clock = time.monotonic()
                 logger.info("tokenising %s: %s", source.name, {part: w.describe() for part, w in writers.items()})
@@ -246,11 +258,16 @@ def _write_entry(work: Path, config: DataConfig, source: Source, tokenizer: Toke
     }
     parts = {part: writer.finish(work, part) for part, writer in writers.items()}
     meta = {"version": VERSION, "dtype": dtype.str, "facts": facts, "parts": parts}
-    meta["checksum"] = _digest(json.dumps(meta, sort_keys=True).encode())
+    meta["checksum"] = digest(json.dumps(meta, sort_keys=True).encode())
     (work / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True), "utf-8")
 
 
-def _marks(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """How token ids are stored: 16 bits where the vocabulary allows it."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def marks_of(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids in front of and behind each document. ValueError if the tokenizer lacks a mark that is asked for."""
     found = []
     for option, name, token in (("add_bos", "bos", tokenizer.bos_id), ("add_eos", "eos", tokenizer.eos_id)):
@@ -261,13 +278,24 @@ def _marks(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], list[in
     return found[0], found[1]
 
 
-def _batches(source: Source, max_documents: int) -> Iterator[list[Document]]:
+def tokenised(
+    documents: Iterable[Document], tokenizer: Tokenizer, marks: tuple[list[int], list[int]]
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document with its token ids between its marks, [n]; n = 0 if its text is empty."""
+    dtype = dtype_of(tokenizer)
+    before, after = (np.asarray(ids, dtype) for ids in marks)
+    for group in _groups(documents):
+        encoded = tokenizer.encode_batch([document.text for document in group])
+        for document, ids in zip(group, encoded, strict=True):
+            row = np.concatenate([before, ids.astype(dtype), after]) if document.text else np.zeros(0, dtype)
+            yield document, row
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents in groups that are worth tokenising together."""
     group: list[Document] = []
     characters = 0
-    for number, document in enumerate(source.read()):
-        if max_documents and number >= max_documents:
-            break
+    for document in documents:
         group.append(document)
         characters += len(document.text)
         if characters >= _BATCH_CHARACTERS or len(group) >= _BATCH_DOCUMENTS:
@@ -280,25 +308,19 @@ def _batches(source: Source, max_documents: int) -> Iterator[list[Document]]:
 class _PartWriter:
     """Appends documents of one part to its token file."""
 
-    def __init__(self, file: BinaryIO, dtype: np.dtype, marks: tuple[list[int], list[int]]) -> None:
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
         self._file = file
         self._dtype = dtype
-        self._before, self._after = (np.asarray(ids, dtype) for ids in marks)
         self._offsets = array("q", [0])
         self._characters = 0
         self._names: list[str] = []
 
-    def add(self, document: Document, ids: np.ndarray) -> bool:
-        """Whether the document has any tokens; one without is left out."""
-        row = np.concatenate([self._before, ids.astype(self._dtype), self._after])
-        if len(row) == 0:
-            return False
+    def add(self, document: Document, row: np.ndarray) -> None:
         self._file.write(row.tobytes())
         self._offsets.append(self._offsets[-1] + len(row))
         self._characters += len(document.text)
         if len(self._names) < 8:
             self._names.append(document.name)
-        return True
 
     def describe(self) -> str:
         return f"{len(self._offsets) - 1:,} documents, {self._offsets[-1]:,} tokens"
@@ -313,6 +335,6 @@ class _PartWriter:
             "tokens": int(offsets[-1]),
             "characters": self._characters,
             "first_names": self._names,
-            "fingerprint": _digest(repr((self._dtype.str, chunks)).encode()),
+            "fingerprint": digest(repr((self._dtype.str, chunks)).encode()),
             **chunks,
         }

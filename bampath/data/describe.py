@@ -64,6 +64,7 @@ def card(corpus: TokenCorpus, sequence_length: int = 0) -> str:
     quantiles = [int(q) for q in np.quantile(lengths, [0, 0.1, 0.5, 0.9, 1])]
     facts = {
         "source": f"{info.get('source')} ({info.get('part')})",
+        "of which": "; ".join(info.get("mixture", [])),
         "licence": info.get("licence"),
         "tokenizer": info.get("tokenizer"),
         "held out by": info.get("split"),

@@ -26,7 +26,8 @@ class Document:
 class Source:
     """Documents in a fixed order. `identity` changes when the text may have changed; it is not kept in checkpoints.
 
-    years: whether a document's name starts with its year, which the split rule "years" needs.
+    years: whether a document's name starts with its year, which the split rule "years" needs. files: what is read, in
+    order, if it is files; required: columns that their parquet files must have beside the text.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Source:
     read: Callable[[], Iterator[Document]]
     licence: str = ""
     years: bool = False
+    files: tuple[Path, ...] = ()
+    required: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ def _no_lone_surrogates(text: str, policy: InvalidUtf8, where: str) -> str:
     return pattern.sub("\ufffd", text)
 
 
-def read_parquet(path: Path, options: ReadOptions, required: tuple[str, ...] = ()) -> Iterator[Document]:
-    """One document per row, streamed a part of a row group at a time. `required`: columns that must exist as well."""
+def read_parquet(
+    path: Path, options: ReadOptions, required: tuple[str, ...] = (), groups: range | None = None
+) -> Iterator[Document]:
+    """One document per row, streamed a part of a row group at a time.
+
+    required: columns that must exist as well; groups: only these row groups.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -131,9 +139,10 @@ def read_parquet(path: Path, options: ReadOptions, required: tuple[str, ...] = (
     with file:
         column = options.text_field
         _check_columns(path, file.schema_arrow, (column, *required))
-        row = 0
+        groups = range(file.num_row_groups) if groups is None else groups
+        row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
         try:
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=list(groups), columns=[column]):
                 for value in batch.column(0).cast(pyarrow.large_binary()):
                     yield _parquet_document(value.as_py(), path, row, options)
                     row += 1
@@ -152,6 +161,18 @@ def _check_columns(path: Path, schema: Any, names: tuple[str, ...]) -> None:
 
 def _parquet_document(data: bytes | None, path: Path, row: int, options: ReadOptions) -> Document:
     return Document(decode(data or b"", options.invalid_utf8, f"{path} row {row}"), f"{path.stem}:{row}")
+
+
+def parquet_group_bytes(path: Path) -> list[int]:
+    """Uncompressed size of each row group. ValueError if the file cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
 READERS: dict[str, Callable[[Path, ReadOptions], Iterator[Document]]] = {

@@ -18,8 +18,9 @@ import numpy as np
 from bampath.data.config import DataConfig
 from bampath.data.corpus import Part, TokenCorpus, load_corpus, tokenizer_of
 from bampath.data.mixing import RetrievalRows
-from bampath.data.order import hash64, interleave, shuffled_rows
+from bampath.data.order import interleave, permute
 from bampath.data.packing import Batch, gather, make_batch, plan_rows
+from bampath.data.rows import rows_of
 from bampath.data.tokenizer import Tokenizer
 
 STATE_VERSION = 1
@@ -38,6 +39,7 @@ class BatchSource:
     ) -> None:
         self.config, self.corpus, self.tokenizer = config, corpus, tokenizer
         self.plan = plan_rows(corpus.offsets, config.sequence_length, config.packing)
+        self._rows = rows_of(config, corpus, tokenizer.pad_id)
         self._slice = checked_rows(rows, config.batch_size)
         share = config.retrieval.share
         self._retrieval = (
@@ -62,19 +64,7 @@ class BatchSource:
 
     def corpus_rows(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, borders and counts (as `packing.gather` has them) of places int64 [n] of the corpus's own stream."""
-        config = self.config
-        epochs, rows = shuffled_rows(places, self.plan.rows, config.seed, config.shuffle)
-        phases = {epoch: self._phase(epoch) for epoch in set(epochs.tolist())}
-        phase = np.asarray([phases[epoch] for epoch in epochs.tolist()], np.int64)
-        starts, counts = self.plan.spans(rows, phase)
-        tokens, borders = gather(self.corpus, starts, counts, config.sequence_length + 1, self.tokenizer.pad_id)
-        return tokens, borders, counts
-
-    def _phase(self, epoch: int) -> int:
-        """Where in the ring of tokens an epoch begins; 0 for the first and where rows keep the corpus's order."""
-        if epoch == 0 or not self.config.shuffle:
-            return 0
-        return hash64(self.config.seed, 0xFA5E, epoch) % len(self.corpus.tokens)
+        return self._rows(places)
 
 
 def _merge(second: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -202,7 +192,8 @@ def validation_batches(
     corpus: TokenCorpus | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Batch]:
-    """The held-out text once, in order and without retrieval rows; at most `batches` batches, 0 means all.
+    """The held-out text once, in order and without retrieval rows; at most `batches` batches, 0 means all. Rows of a
+    mixture come in another order, so that a few batches have rows of all its parts.
 
     Every token is scored exactly once for any batch size and any sharing out of rows (as in `make_loader`): the last
     batch is filled up with rows of padding, which have weight 0. All processes get equally many batches.
@@ -214,6 +205,8 @@ def validation_batches(
     for step in range(min(batches, total) if batches else total):
         places = step * config.batch_size + mine
         places = places[places < source.plan.rows]
+        if corpus.parts:
+            places = permute(places, source.plan.rows, key=0)
         starts, counts = source.plan.spans(places, np.zeros_like(places))
         tokens, borders = gather(corpus, starts, counts, config.sequence_length + 1, tokenizer.pad_id)
         batch = make_batch(tokens, borders, counts, None, tokenizer.pad_id, config.document_mask)

@@ -20,6 +20,7 @@ import numpy as np
 
 from bampath.data.config import Packing
 from bampath.data.corpus import TokenCorpus
+from bampath.data.shards import spans_of
 
 Batch = dict[str, np.ndarray]
 
@@ -85,9 +86,11 @@ def gather(
     borders = np.zeros((len(starts), width), bool)
     first = np.searchsorted(corpus.offsets, starts, side="right")
     last = np.searchsorted(corpus.offsets, starts + counts, side="right")
+    inside = starts + counts < total
+    spans = iter(spans_of(corpus.tokens, starts[inside], counts[inside] + 1))
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         if start + count < total:
-            tokens[row, : count + 1] = corpus.tokens[start : start + count + 1]
+            tokens[row, : count + 1] = next(spans)
             borders[row, corpus.offsets[first[row] : last[row]] - start] = True
         else:
             ring = np.arange(start, start + count + 1) % total

@@ -4,6 +4,9 @@ sotu                    the default corpus: US annual messages and State of the 
 PATH                    a .txt, .jsonl or .parquet file, a folder of such files, or a glob (quote it in a shell)
 fineweb:PATH            parquet files of FineWeb or FineWeb-Edu (columns text and id), a folder or a glob
 tfds:NAME[@DATA_DIR]    a data set of tensorflow-datasets that is already prepared, or the folder of one
+
+Two more are not text but tokens, and known to `corpus.load_corpus` only: shards:FOLDER, a data set that `prepare
+--shards` made, and a mixture, WEIGHT*SOURCE,WEIGHT*SOURCE,…
 """
 
 import difflib
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from bampath.data.formats import READERS, Document, ReadOptions, Source, read_parquet
+from bampath.data.formats import READERS, Document, ReadOptions, Source, parquet_group_bytes, read_parquet
 from bampath.data.tfds_source import open_tfds
 
 Split = Literal["auto", "years", "hash", "none"]
@@ -68,7 +71,7 @@ def _files_source(spec: str, files: list[Path], options: ReadOptions) -> Source:
         for path in files:
             yield from READERS[path.suffix](path, options)
 
-    return Source(spec, _identity("files", files, options), read)
+    return Source(spec, _identity("files", files, options), read, files=tuple(files))
 
 
 def _fineweb(kind: str, pattern: str, options: ReadOptions) -> Source:
@@ -79,7 +82,8 @@ def _fineweb(kind: str, pattern: str, options: ReadOptions) -> Source:
             yield from read_parquet(path, options, required=("id",))
 
     licence = "ODC-By 1.0 and the CommonCrawl terms of use"
-    return Source(f"{kind}:{pattern}", _identity("parquet", files, options), read, licence)
+    identity = _identity("parquet", files, options)
+    return Source(f"{kind}:{pattern}", identity, read, licence, files=tuple(files), required=("id",))
 
 
 def _sotu(options: ReadOptions) -> Source:
@@ -93,7 +97,44 @@ def _sotu(options: ReadOptions) -> Source:
             yield from READERS[".txt"](path, options)
 
     licence = "public domain (works of the US Government); collected by the American Presidency Project"
-    return Source("sotu", _identity("files", files, options), read, licence, years=True)
+    return Source("sotu", _identity("files", files, options), read, licence, years=True, files=tuple(files))
+
+
+Unit = tuple[tuple[str, int, int], ...]  # (file, first and last + 1 of its row groups; 0, 0 for all of a file)
+
+
+def units_of(source: Source, size: int) -> list[Unit]:
+    """A source's files cut into units of about `size` bytes of text, which can be read one by one and in order are the
+    source: row groups of parquet files, whole files of the others. ValueError for a source that is not files."""
+    if not source.files:
+        raise ValueError(f"{source.name} is not made of text files, so it cannot be cut into units")
+    units: list[Unit] = []
+    unit: list[tuple[str, int, int]] = []
+    filled = 0
+    for path in source.files:
+        sizes = parquet_group_bytes(path) if path.suffix == ".parquet" else [path.stat().st_size]
+        for group, bytes_here in enumerate(sizes):
+            if unit and filled + bytes_here > size:
+                units.append(tuple(unit))
+                unit, filled = [], 0
+            filled += bytes_here
+            if path.suffix != ".parquet":
+                unit.append((str(path), 0, 0))
+            elif unit and unit[-1][0] == str(path):
+                unit[-1] = (str(path), unit[-1][1], group + 1)
+            else:
+                unit.append((str(path), group, group + 1))
+    return [*units, tuple(unit)] if unit else units
+
+
+def read_unit(source: Source, options: ReadOptions, unit: Unit) -> Iterator[Document]:
+    """The documents of one unit."""
+    for name, first, last in unit:
+        path = Path(name)
+        if path.suffix == ".parquet":
+            yield from read_parquet(path, options, source.required, range(first, last))
+        else:
+            yield from READERS[path.suffix](path, options)
 
 
 def _identity(kind: str, files: list[Path], options: ReadOptions) -> str:
