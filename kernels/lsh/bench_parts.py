@@ -72,17 +72,17 @@ def time_items(part: int) -> Iterator[Item]:
 
 
 def tune_items(part: int) -> Iterator[Item]:
-    """Each kernel alone at T = 65,536 with every candidate, with and without branches."""
+    """Each kernel alone at T = 65,536 with every candidate."""
     kernels = ("forward", "queries", "keys")
-    every = list(product((True, False), kernels, CANDIDATES))[part::TUNERS]
+    every = list(product(kernels, CANDIDATES))[part::TUNERS]
     jobs: list[Any] = []
-    for branch, kernel, tiles in every:
-        row = {"case": "tiles", "impl": kernel, "tiles": tiles, "branch": branch, "pass": "tune"}
-        jobs.append((row, partial(_tune, kernel, tiles, branch)))
+    for kernel, tiles in every:
+        row = {"case": "tiles", "impl": kernel, "tiles": tiles, "pass": "tune"}
+        jobs.append((row, partial(_tune, kernel, tiles)))
     return prepared(jobs)
 
 
-def _tune(kernel: str, tiles: str, branch: bool) -> Callable[[], Row]:
+def _tune(kernel: str, tiles: str) -> Callable[[], Row]:
     length, samples, times = 65_536, 10, 10
     run = {"forward": gpu_kernels.forward, "queries": gpu_kernels.query_gradients, "keys": gpu_kernels.key_gradients}
     array, grid = (
@@ -106,7 +106,6 @@ def _tune(kernel: str, tiles: str, branch: bool) -> Callable[[], Row]:
         documents=False,
         drawn=False,
         exact=False,
-        branch=branch,
         interpret=False,
     )
     once = partial(run[kernel], spec, Tiles.parse(tiles))

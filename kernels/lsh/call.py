@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from kernels.attention.checks import check_array, check_flag, check_scale
-from kernels.lsh.grids import blocks_at
+from kernels.lsh.grids import block_ends
 
 Array = jax.Array
 Combine = Literal["shared", "mean"]
@@ -51,13 +51,19 @@ class Call:
 
     def block_rows(self) -> tuple[Array, Array]:
         """(starts, stops) [B or 1, T, H, s] int32: the block that a sample puts a token in, cut at its document."""
+        return self._blocks(lambda x: x[:, :, None, None], lambda x: x[None, None])
+
+    def block_lines(self) -> tuple[Array, Array]:
+        """The same as [B or 1, H, s, T]."""
+        return self._blocks(lambda x: x[:, None, None, :], lambda x: x[None, :, :, None])
+
+    def _blocks(self, of_token: Any, of_grid: Any) -> tuple[Array, Array]:
         length = self.q.shape[1]
         rows = jnp.arange(length, dtype=jnp.int32)[None]
         first = jnp.zeros_like(rows) if self.first is None else self.first
         after = jnp.full_like(rows, length) if self.after is None else self.after
-        wide = lambda x: x[:, :, None, None]
-        begin, end = blocks_at(rows - first, self.widths, self.offsets)
-        return wide(first) + jnp.maximum(begin, 0), jnp.minimum(wide(first) + end, wide(after))
+        begin, end = block_ends(of_token(rows - first), of_grid(self.widths), of_grid(self.offsets))
+        return of_token(first) + jnp.maximum(begin, 0), jnp.minimum(of_token(first) + end, of_token(after))
 
     def cotangent(self, dq: Array, dk: Array, dv: Array) -> "Call":
         """What a backward rule returns: these gradients, and none for the grids and documents."""

@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
 # Bytes of a number -> head_dim up to -> tiles; measured, see docs/lsh.md.
 TILES = {
     2: {
-        64: ("64x64x4x2", "64x64x4x2", "64x64x4x2"),
+        64: ("64x32x4x3", "64x32x4x3", "64x32x4x3"),
         128: ("64x64x4x2", "64x32x4x2", "64x32x4x2"),
         256: ("64x32x8x2", "32x32x4x1", "32x32x4x1"),
     },
@@ -54,7 +54,6 @@ class Options:
     """The static part of a call beyond what `Call` holds."""
 
     tiles: Chosen
-    branch: bool = True
     interpret: bool = False
 
 
@@ -100,7 +99,6 @@ def make_spec(options: Options, call: Call) -> Spec:
         documents=call.first is not None,
         drawn=not integer or call.samples > MOST_HELD,
         exact=call.q.dtype == jnp.float32,
-        branch=options.branch,
         interpret=options.interpret,
     )
 
@@ -124,7 +122,7 @@ def _inputs(spec: Spec, call: Call) -> dict[str, Array]:
     arrays = {n: _wide(call, getattr(call, n)) for n in ("q", "k", "v")}
     length = spec.length
     if spec.drawn:
-        starts, stops = (x.transpose(0, 2, 3, 1) for x in call.block_rows())
+        starts, stops = call.block_lines()
         return arrays | {"starts": _padded(starts, 3, length), "stops": _padded(stops, 3)}
     arrays |= {"widths": call.widths.astype(jnp.int32), "offsets": call.offsets.astype(jnp.int32)}
     if call.first is not None and call.after is not None:

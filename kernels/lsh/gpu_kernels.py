@@ -38,7 +38,6 @@ class Spec:
     documents: bool
     drawn: bool  # block ends come as arrays; otherwise they follow from int32 widths and offsets
     exact: bool  # float32 operands: products in full float32
-    branch: bool  # a branch per tile and sample, around compares that would all agree
     interpret: bool
 
 
@@ -73,7 +72,6 @@ class Edges:
         self.samples, self.start, self.size = spec.samples, start, size
         self.row: Callable[[Any], Array] = lambda m: (end(m) - start).astype(jnp.float32)
         self.held = [self.row(m) for m in range(spec.samples)] if spec.samples <= MOST_HELD else None
-        self.ranges = [(row.min(), row.max()) for row in self.held] if self.held and spec.branch else None
 
     def extreme(self, of: Callable[[Array, Array], Array]) -> Array:
         """Least (jnp.minimum) or greatest row number, int32."""
@@ -83,26 +81,18 @@ class Edges:
             rows = lax.fori_loop(1, self.samples, lambda m, t: of(t, self.row(m)), self.row(0))
         return self.start + (rows.min() if of is jnp.minimum else rows.max()).astype(jnp.int32)
 
-    def below(self, columns: Array, first: Array, size: int) -> Array:
-        """#{m: edge ≤ column}, float32 [rows, size], of `size` columns [1, size] from `first` on, relative as edges."""
-        add = lambda row, t: t + jnp.where(row[:, None] <= columns, 1.0, 0.0)
-        total = jnp.zeros((self.size, size), jnp.float32)
-        if not self.held:
-            return lax.fori_loop(0, self.samples, lambda m, t: add(self.row(m), t), total)
-        if self.ranges is None:
-            return reduce(lambda t, row: add(row, t), self.held, total)
-        whole = jnp.float32(0)  # samples that have all rows' edges before the tile
-        for row, (low, high) in zip(self.held, self.ranges, strict=True):
-            whole += jnp.clip(first - high + 1, 0.0, 1.0)  # 0 or 1: whole numbers
-            cuts = (high > first) & (low <= first + (size - 1))
-            total = lax.cond(cuts, partial(add, row), lambda t: t, total)
-        return total + whole
+    def below(self, columns: Array) -> Array:
+        """#{m: edge ≤ column}, float32 [rows, n], of columns [1, n] that are relative as edges are."""
+        add = lambda row, total: total + jnp.where(row[:, None] <= columns, 1.0, 0.0)
+        total = jnp.zeros((self.size, columns.shape[1]), jnp.float32)
+        if self.held:
+            return reduce(lambda total, row: add(row, total), self.held, total)
+        return lax.fori_loop(0, self.samples, lambda m, total: add(self.row(m), total), total)
 
 
-def _columns(start: Array, begin: Array, size: int) -> tuple[Array, Array]:
-    """(columns from `begin` on relative to `start`, the first of them): float32 [1, size] and scalar."""
-    first = begin - start
-    return (lax.broadcasted_iota(jnp.int32, (1, size), 1) + first).astype(jnp.float32), first.astype(jnp.float32)
+def _columns(start: Array, begin: Array, size: int) -> Array:
+    """Columns from `begin` on relative to `start`: float32 [1, size]."""
+    return (lax.broadcasted_iota(jnp.int32, (1, size), 1) + (begin - start)).astype(jnp.float32)
 
 
 def _rows(size: int) -> Array:
@@ -117,11 +107,11 @@ def _of_queries(spec: Spec, x: Refs, batch: Array, head: Array, start: Array, ti
     end = start + tiles.rows if stops is None else stops.extreme(jnp.maximum)
 
     def counts(tile: Array) -> Array:
-        columns, first = _columns(start, tile * tiles.step, tiles.step)
-        begun = starts.below(columns, first, tiles.step)
+        columns = _columns(start, tile * tiles.step, tiles.step)
+        begun = starts.below(columns)
         if stops is None:
             return jnp.where(columns <= _rows(tiles.rows), begun, 0.0)
-        return begun - stops.below(columns, first, tiles.step)
+        return begun - stops.below(columns)
 
     step = jnp.int32(tiles.step)
     return counts, lax.div(starts.extreme(jnp.minimum), step), lax.div(end + (step - 1), step)
@@ -135,11 +125,11 @@ def _of_keys(spec: Spec, x: Refs, batch: Array, head: Array, start: Array, tiles
     first_query = start if starts is None else starts.extreme(jnp.minimum)
 
     def counts(tile: Array) -> Array:
-        columns, first = _columns(start, tile * tiles.step, tiles.step)
-        ended = stops.below(columns, first, tiles.step)
+        columns = _columns(start, tile * tiles.step, tiles.step)
+        ended = stops.below(columns)
         if starts is None:
             return jnp.where(columns >= _rows(tiles.rows), jnp.float32(spec.samples) - ended, 0.0)
-        return starts.below(columns, first, tiles.step) - ended
+        return starts.below(columns) - ended
 
     step = jnp.int32(tiles.step)
     end = lax.div(stops.extreme(jnp.maximum) + (step - 1), step)

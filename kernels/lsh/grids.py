@@ -89,17 +89,19 @@ def blocks_at(positions: Array, widths: Array, offsets: Array) -> tuple[Array, A
 
     positions: int32 of any shape, at least 0; a first position may be negative. Grids as `sample_grids` gives them.
     """
-    i = positions[..., None, None]
+    lead = (1,) * positions.ndim
+    return block_ends(
+        positions[..., None, None], widths.reshape(lead + widths.shape), offsets.reshape(lead + widths.shape)
+    )
+
+
+def block_ends(i: Array, widths: Array, offsets: Array) -> tuple[Array, Array]:
+    """The same for arrays of one rank that broadcast."""
     if jnp.issubdtype(widths.dtype, jnp.integer):
-        block = jnp.floor_divide(i + _lead(offsets, i), _lead(widths, i))
-        first = block * _lead(widths, i) - _lead(offsets, i)
-        return first, first + _lead(widths, i)
+        first = jnp.floor_divide(i + offsets, widths) * widths - offsets
+        return first, first + widths
     # The cuts are ceil(k b − o): one function of k, so that all positions of a block agree whatever rounding does.
-    cut = lambda k: jnp.ceil(k * _lead(widths, i) - _lead(offsets, i)).astype(jnp.int32)
-    k = jnp.floor((i.astype(jnp.float32) + _lead(offsets, i)) / _lead(widths, i))
+    cut = lambda k: jnp.ceil(k * widths - offsets).astype(jnp.int32)
+    k = jnp.floor((i.astype(jnp.float32) + offsets) / widths)
     k = jnp.where(cut(k) > i, k - 1, jnp.where(cut(k + 1) <= i, k + 1, k))
     return cut(k), cut(k + 1)
-
-
-def _lead(x: Array, like: Array) -> Array:
-    return x.reshape((1,) * (like.ndim - 2) + x.shape)

@@ -112,7 +112,7 @@ def _lengths_last(spec: Spec, call: Call, x: Array, dim: int) -> Array:
 
 def _shared(spec: Spec, call: Call) -> dict[str, Array]:
     """What the kernels read: q, k, v, starts [B or 1, H, s, T], and the ranges of tiles, flat int32."""
-    starts, stops = (x.transpose(0, 2, 3, 1) for x in call.block_rows())
+    starts, stops = call.block_lines()
     extra = ((0, 0), (0, 0), (0, 0), (0, spec.length - starts.shape[3]))
     starts, stops = jnp.pad(starts, extra, constant_values=spec.length), jnp.pad(stops, extra)
     blocked = lambda x: x.reshape(*x.shape[:3], spec.blocks, spec.block)

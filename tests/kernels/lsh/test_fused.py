@@ -29,8 +29,8 @@ def call_of(
     return make_call(**arrays, widths=widths, offsets=offsets, segment_ids=ids, causal=causal, scale=None)
 
 
-def on_gpu(call: Call, **options: Any) -> Any:
-    return gpu.attend(call, "shared", gpu.Options(TILES, interpret=True, **options))
+def on_gpu(call: Call) -> Any:
+    return gpu.attend(call, "shared", gpu.Options(TILES, interpret=True))
 
 
 def on_tpu(call: Call) -> Any:
@@ -66,20 +66,20 @@ def compare(run: Callable[[Call], Any], call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "branch"),
+    ("options", "dtype"),
     [
-        ({"segments": True}, "float32", True),
-        ({"law": "continuous", "causal": False, "segments": True}, "float32", False),
-        pytest.param({"samples": 40}, "float32", True, marks=pytest.mark.slow),
-        pytest.param({"causal": False}, "float32", True, marks=pytest.mark.slow),
-        pytest.param({}, "bfloat16", True, marks=pytest.mark.slow),
-        pytest.param({"segments": True}, "float16", False, marks=pytest.mark.slow),
+        ({"segments": True}, "float32"),
+        ({"law": "continuous", "causal": False, "segments": True}, "float32"),
+        pytest.param({"samples": 40}, "float32", marks=pytest.mark.slow),
+        pytest.param({"causal": False}, "float32", marks=pytest.mark.slow),
+        pytest.param({}, "bfloat16", marks=pytest.mark.slow),
+        pytest.param({"segments": True}, "float16", marks=pytest.mark.slow),
     ],
 )
-def test_gpu_kernels_are_the_definition(options: Arrays, dtype: str, branch: bool) -> None:
+def test_gpu_kernels_are_the_definition(options: Arrays, dtype: str) -> None:
     """Several tiles, an odd length, grouped heads, head_dim that is padded."""
     arrays = {n: x.astype(dtype) for n, x in draw(1, length=150, dim=24).items()}
-    compare(lambda call: on_gpu(call, branch=branch), call_of(arrays, 1, **options))
+    compare(on_gpu, call_of(arrays, 1, **options))
 
 
 @pytest.mark.parametrize(
