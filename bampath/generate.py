@@ -229,15 +229,18 @@ def encode_prompt(loaded: Loaded, text: str) -> list[int]:
     return [*bos, *loaded.tokenizer.encode(text)]
 
 
-def _printer(tokenizer: Tokenizer) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
-    """(what prints a step's token of the only row as soon as its text is complete, what prints the rest)."""
-    decoder = StreamDecoder(tokenizer)
+def _printer(tokenizer: Tokenizer, prompt: str) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
+    """(what prints a step's token of the only row as soon as its text is complete, what prints the rest).
+
+    The prompt comes with the first of them, so that an error before it stands alone.
+    """
+    decoder, waiting = StreamDecoder(tokenizer), [prompt]
 
     def push(tokens: np.ndarray) -> None:
         if tokens[0] >= 0:
-            print(decoder.push(int(tokens[0])), end="", flush=True)
+            print(waiting.pop() if waiting else "", decoder.push(int(tokens[0])), sep="", end="", flush=True)
 
-    return push, lambda: print(decoder.flush())
+    return push, lambda: print(waiting.pop() if waiting else "", decoder.flush(), sep="")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -261,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = load(args.checkpoint, args.tokenizer, **({"dtype": args.dtype} if args.dtype else {}))
     prompts = [encode_prompt(loaded, text) for text in args.prompt]
     single = len(prompts) == 1
-    push, flush = _printer(loaded.tokenizer)
-    if single:
-        print(args.prompt[0], end="", flush=True)
+    push, flush = _printer(loaded.tokenizer, args.prompt[0])
     results = generate(
         loaded.model,
         loaded.params,

@@ -271,9 +271,11 @@ def line(result: PasskeyResult, train_length: int) -> str:
     marks = "".join("■" if sample.correct else "·" for sample in result.samples)
     low, high = result.interval
     times = f"{result.length / train_length:g}x"
+    longest = max(sample.prompt.prompt_tokens for sample in result.samples)
+    longer = f"  (no prompt is that short: up to {longest:,} tokens)" if longest > result.length else ""
     return (
         f"{result.length:>8,} {times:>6}  {result.correct:>3}/{len(result.samples)}  {result.accuracy:6.1%} "
-        f"[{low:4.0%}, {high:4.0%}]  digits {result.token_accuracy:6.1%}  {marks}"
+        f"[{low:4.0%}, {high:4.0%}]  digits {result.token_accuracy:6.1%}  {marks}{longer}"
     )
 
 

@@ -122,6 +122,10 @@ def test_scores_need_every_digit():
     assert row["depths"][0]["right"] == 4
     assert row["case"] == "x"
     assert "19/20" in line(result, 128)
+    assert "no prompt is that short" not in line(result, 128)
+    (short,) = evaluate(Oracle(WORDS.vocab_size), WORDS, [0])
+    longest = max(sample.prompt.prompt_tokens for sample in short.samples)
+    assert line(short, 128).endswith(f"(no prompt is that short: up to {longest} tokens)")
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 300, 10**6])
