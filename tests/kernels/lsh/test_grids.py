@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.lsh.grids import LAWS, blocks_at, sample_grids, width_quantile, width_tail
+from kernels.lsh.grids import LAWS, blocks_at, floor_divide, sample_grids, width_quantile, width_tail
 
 DRAWS = 20_000
 
@@ -120,3 +120,14 @@ def test_wrong_requests_are_refused(changes: dict[str, Any], words: str) -> None
     options: dict[str, Any] = {"sigma": jnp.ones(2), "samples": 2, **changes}
     with pytest.raises(ValueError, match=words):
         sample_grids(jax.random.key(0), **options)
+
+
+def test_division_without_integers_is_exact() -> None:
+    """All sizes of int32, and both sides of every multiple near the ends."""
+    r = np.random.default_rng(0)
+    widths = np.concatenate([np.arange(1, 40), (2.0 ** r.uniform(0, 30, 400)).astype(np.int64)])
+    x = (2.0 ** r.uniform(0, 31, (300, 1)) - 1).astype(np.int64)
+    near = np.clip(x // widths * widths + r.integers(-1, 2, (300, len(widths))), 0, 2**31 - 1)
+    for numerator in (np.broadcast_to(x, near.shape), near, -near):
+        got = floor_divide(jnp.asarray(numerator, jnp.int32), jnp.asarray(widths, jnp.int32)[None])
+        np.testing.assert_array_equal(got, numerator // widths)
