@@ -16,6 +16,7 @@ from bampath.config import Config, override, to_json
 from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
 
 Row = dict[str, Any]
+FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Materials:
 
     @property
     def needles(self) -> Path:
-        return self.out / "needles.json"
+        return self.out / "needles.npz"
 
     @property
     def held_out(self) -> Path:
@@ -74,54 +75,94 @@ def identity(cell: Cell, materials: Materials) -> dict[str, Any]:
     return {"cell": asdict(cell), "config": config, "asked": json.loads(json.dumps(asdict(asked_of(cell))))}
 
 
-def work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> None:
+def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connection) -> None:
     """Compile for `cells`, which share their programs, then train and ask each when `parent` answers "go".
 
-    Sends ("want", cell), ("say", text), ("rows", cell, rows), ("failed", text), and ends with ("end",).
+    Sends ("want", cell, last) to use the device (last: after all others), ("free",) when it no longer does, ("say",
+    text), ("rows", cell, rows), ("failed", text), and ends with ("end",). far: ask the first cell also at the far
+    lengths, if it finds a key at the last of the others.
     """
     try:
-        _work(cells, materials, parent)
+        worker = Worker(cells[0], materials, parent)
+        for cell in cells:
+            if not worker.run(cell, keep=far and cell == cells[0]):
+                break
+        worker.ask_far()
     except Exception as error:
         parent.send(("failed", f"{cells[0].slug}: {error}\n{traceback.format_exc(limit=-6)}"))
     parent.send(("end",))
 
 
-def _work(cells: Sequence[Cell], materials: Materials, parent: Connection) -> None:
-    from bampath.data import tokenizer_of
-    from bampath.step import build_model
-    from experiments.bam_h200 import measure, needles
-    from experiments.bam_h200.training import Trainer
+class Worker:
+    """Compiled programs of one case, and what they are used for."""
 
-    first, asked = cells[0], asked_of(cells[0])
-    config = materials.config(first)
-    begin = time.monotonic()
-    trainer = Trainer(config, 0.0 if CLAMPED in first.changes else None)
-    compiled = time.monotonic() - begin
-    tokenizer = tokenizer_of(config.data)
-    batch_tokens, window = SIZES[first.size].study.batch_tokens, config.model.train_length
-    shapes, widths = trainer.declared.shapes, sorted({max(group) for group in (*asked.passkey, *asked.niah)})
-    reader = measure.CompiledReader(trainer.model, shapes, asked.chunk, widths, asked.perplexity, batch_tokens)
-    unrolled = build_model(override(config, "model.scan=false"))  # a loop over layers hides what is inside
-    attention = measure.Attention(unrolled, shapes, tokenizer, asked.attention if first.case in LOOKED_AT else ())
-    parent.send(("say", f"{first.case}: compiled in {compiled:.0f} + {time.monotonic() - begin - compiled:.0f} s"))
-    for cell in cells:
-        parent.send(("want", cell))
-        if parent.recv() != "go":
-            return
-        own = materials.config(cell)
-        watch = partial(_tell, parent, cell, own.train.steps)
-        trained = trainer.train(own.train.seed, materials.rows(cell), watch)
-        middle = time.monotonic()
-        reader.params = trained.params
-        questions = needles.read(materials.needles, tokenizer)
-        text = np.load(materials.held_out)[: asked.perplexity_rows, : asked.perplexity + 1]
-        rows = measure.ask(reader, tokenizer, asked, questions, text, window, batch_tokens)
-        rows += measure.heads(own, trained.params, max(map(max, asked.passkey)))
-        rows += attention.rows(trained.params)
+    def __init__(self, first: Cell, materials: Materials, parent: Connection) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from bampath.data import tokenizer_of
+        from bampath.step import build_model
+        from experiments.bam_h200 import measure
+        from experiments.bam_h200.training import Trainer
+
+        begin, pool = time.monotonic(), ThreadPoolExecutor(8)
+        self.materials, self.parent, self.asked = materials, parent, asked_of(first)
+        self.kept: tuple[Cell, Any, list[Row]] | None = None
+        config, asked = materials.config(first), self.asked
+        self.tokens, self.tokenizer = SIZES[first.size].study.batch_tokens, tokenizer_of(config.data)
+        self.trainer = Trainer(config, pool, 0.0 if CLAMPED in first.changes else None)
+        model, shapes = self.trainer.model, self.trainer.declared.shapes
+        widths = sorted({max(group) for group in (*asked.passkey, *asked.niah)})
+        self.reader = measure.CompiledReader(model, shapes, asked.chunk, widths, asked.perplexity, self.tokens, pool)
+        unrolled = build_model(override(config, "model.scan=false"))  # a loop over layers hides what is inside
+        lengths = asked.attention if first.case in LOOKED_AT else ()
+        self.attention = measure.Attention(unrolled, shapes, self.tokenizer, lengths, pool)
+        self.trainer.wait()
+        parent.send(("say", f"{first.case}: compiled in {time.monotonic() - begin:.0f} s"))
+
+    def run(self, cell: Cell, keep: bool) -> bool:
+        """Train and ask one cell; whether there was time for it. keep: for `ask_far`."""
+        from experiments.bam_h200 import measure, needles
+
+        self.parent.send(("want", cell, False))
+        if self.parent.recv() != "go":
+            return False
+        config = self.materials.config(cell)
+        watch = partial(_tell, self.parent, cell, config.train.steps)
+        trained = self.trainer.train(config.train.seed, self.materials.rows(cell), watch)
+        middle, self.reader.params = time.monotonic(), trained.params
+        questions = needles.read(self.materials.needles)
+        text = np.load(self.materials.held_out)[: self.asked.perplexity_rows, : self.asked.perplexity + 1]
+        window = config.model.train_length
+        rows = measure.ask(self.reader, self.tokenizer, self.asked, questions, text, window, self.tokens)
+        rows += self.attention.rows(trained.params)
+        self.parent.send(("free",))
+        rows += measure.heads(config, trained.params, max(map(max, self.asked.passkey)))
+        rows.insert(0, _training(config, self.trainer, trained, time.monotonic() - middle))
         facts = {"case": cell.case, "seed": cell.seed, "mix": cell.mix, "size": cell.size}
-        rows.insert(0, _training(own, trainer, trained, time.monotonic() - middle))
-        parent.send(("rows", cell, [{**facts, **row} for row in rows]))
-        del trained
+        rows = [{**facts, **row} for row in rows]
+        self.parent.send(("rows", cell, rows))
+        if keep:
+            self.kept = (cell, trained.params, rows)
+        return True
+
+    def ask_far(self) -> None:
+        """Ask the model that was kept at the far lengths, after all other cells."""
+        from experiments.bam_h200 import measure
+
+        if self.kept is None or not self.asked.far:
+            return
+        cell, self.reader.params, rows = self.kept
+        near = [row for row in rows if row["benchmark"] == "passkey"]
+        if not max(near, key=lambda row: row["length"])["correct"]:
+            return
+        self.parent.send(("want", cell, True))
+        if self.parent.recv() != "go":
+            return
+        self.reader.chunk = FAR_CHUNK
+        found = measure.far(self.reader, self.tokenizer, self.asked, self.tokens)
+        self.parent.send(("free",))
+        facts = {name: rows[0][name] for name in ("case", "seed", "mix", "size")}
+        self.parent.send(("rows", cell, [*rows, *({**facts, **row} for row in found)]))
 
 
 def _training(config: Config, trainer: Any, trained: Any, asked: float) -> Row:

@@ -1,6 +1,7 @@
 """What a trained model is asked: passkeys, RULER's single needles, perplexity by position; its priors and attention."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
@@ -33,32 +34,37 @@ class CompiledReader(ModelReader):
     """A `ModelReader` whose programs are compiled when it is made, one per width of rows.
 
     widths: of the rows whose logits are asked for; length: of those whose losses are; tokens: read together. params may
-    be abstract at first; those of a seed are put in before it is asked. Other shapes are compiled when they come.
+    be abstract at first; those of a seed are put in before it is asked. pool: where programs are compiled while this
+    goes on. Other shapes are compiled when they come.
     """
 
-    def __init__(self, model: LM, params: Any, chunk: int, widths: Sequence[int], length: int, tokens: int) -> None:
+    def __init__(
+        self, model: LM, params: Any, chunk: int, widths: Sequence[int], length: int, tokens: int, pool: Executor
+    ) -> None:
         super().__init__(model, params, chunk)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        self._logits, self._losses = {}, {}
+        self._logits, self._losses = dict[int, tuple[int, Future[Any]]](), dict[tuple[int, ...], Future[Any]]()
         for width in widths:
             batch = max(1, tokens // width)
             shapes = ints(batch, width), ints(batch, PLACES)
-            self._logits[width] = (batch, _row_logits.lower(model, params, *shapes).compile())
+            self._logits[width] = (batch, pool.submit(_row_logits.lower(model, params, *shapes).compile))
         rows = ints(max(1, tokens // length), length)
-        self._losses[rows.shape] = _row_losses.lower(model, params, rows, rows).compile()
+        self._losses[rows.shape] = pool.submit(_row_losses.lower(model, params, rows, rows).compile)
 
     def logits_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        batch, program = self._logits.get(tokens.shape[1], (0, None))
         rows, count = places.shape
+        batch, program = self._logits.get(tokens.shape[1], (0, None))
         if program is None or count > PLACES or rows > batch:
             return super().logits_at(tokens, places)
         padding = ((0, batch - rows), (0, 0))
-        wanted = np.pad(np.pad(places, ((0, 0), (0, PLACES - count)), mode="edge"), padding)
-        return np.asarray(program(self.params, np.pad(tokens, padding), wanted.astype(np.int32))[:rows, :count])
+        wanted = np.pad(np.pad(places, ((0, 0), (0, PLACES - count)), mode="edge"), padding).astype(np.int32)
+        return np.asarray(program.result()(self.params, np.pad(tokens, padding), wanted)[:rows, :count])
 
     def losses(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         program = self._losses.get(tokens.shape)
-        return super().losses(tokens, targets) if program is None else np.asarray(program(self.params, tokens, targets))
+        if program is None:
+            return super().losses(tokens, targets)
+        return np.asarray(program.result()(self.params, tokens, targets))
 
 
 def ask(
@@ -76,15 +82,19 @@ def ask(
 
 def passkey(reader: Reader, tokenizer: Tokenizer, asked: Asked, tokens: int) -> list[Row]:
     """Rows of the passkey test; lengths of a group are padded to one width and read together."""
-    near, far = Prompts(PasskeyTask(samples=asked.samples), tokenizer), None
-    rows: list[Row] = []
+    prompts, rows = Prompts(PasskeyTask(samples=asked.samples), tokenizer), list[Row]()
     for group in asked.passkey:
-        rows += _together(reader, {length: near.make(length) for length in group}, tokens)
+        rows += _together(reader, {length: prompts.make(length) for length in group}, tokens)
+    return rows
+
+
+def far(reader: Reader, tokenizer: Tokenizer, asked: Asked, tokens: int) -> list[Row]:
+    """Rows of the passkey test at the far lengths, up to the first at which no key is found."""
+    prompts, rows = Prompts(PasskeyTask(samples=asked.far_samples), tokenizer), list[Row]()
     for length in asked.far:
+        rows += _together(reader, {length: prompts.make(length)}, tokens)
         if not rows[-1]["correct"]:
             break
-        far = far or Prompts(PasskeyTask(samples=asked.far_samples), tokenizer)
-        rows += _together(reader, {length: far.make(length)}, tokens)
     return rows
 
 
@@ -109,21 +119,21 @@ class Attention:
     Programs are compiled when it is made. Nothing for schemes whose keys change on the way (PaTH).
     """
 
-    def __init__(self, model: LM, params: Any, tokenizer: Tokenizer, lengths: Sequence[int]) -> None:
-        self._tokenizer, self._programs = tokenizer, dict[int, tuple[Prompt, Array, Any]]()
+    def __init__(self, model: LM, params: Any, tokenizer: Tokenizer, lengths: Sequence[int], pool: Executor) -> None:
+        self._tokenizer, self._programs = tokenizer, dict[int, tuple[Prompt, Array, Future[Any]]]()
         for length in lengths:
             prompt = Prompts(PasskeyTask(samples=3), tokenizer).make(length)[1]
             tokens = jnp.asarray(prompt.tokens[None, : len(prompt.tokens) - prompt.scored])
             look = jax.jit(lambda params, tokens: last_attention(model, params, tokens))
             if jax.eval_shape(look, params, tokens) is not None:
-                self._programs[length] = (prompt, tokens, look.lower(params, tokens).compile())
+                self._programs[length] = (prompt, tokens, pool.submit(look.lower(params, tokens).compile))
 
     def rows(self, params: Any, kept: int = 3) -> list[Row]:
         """A row per head and length: `needle`, the weight on the sentence that holds the key, and for the `kept` heads
         with most of it the weights of up to 512 spans of equally many keys, the largest in each."""
         found: list[Row] = []
         for length, (prompt, tokens, program) in self._programs.items():
-            weights = np.asarray(program(params, tokens), np.float64)
+            weights = np.asarray(program.result()(params, tokens), np.float64)
             start = len(self._tokenizer.encode(WORDING.task))
             start += prompt.slot * len(self._tokenizer.encode(WORDING.filler))
             end = start + len(self._tokenizer.encode(WORDING.needle.format(key=prompt.key)))

@@ -5,7 +5,6 @@ greedy decoding would begin with the answer: every token of it must be the most 
 given). That is stricter than RULER's rule, needs no decoding, and is the same for all schemes.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import numpy as np
 from bampath.data import TokenCorpus, Tokenizer
 from bampath.evaluation.materials import Prose, word_lists
 from bampath.evaluation.passkey import Prompt
-from bampath.evaluation.results import write_json
 from bampath.evaluation.ruler.tasks import Material, make
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
@@ -28,29 +26,36 @@ def material_of(held_out: TokenCorpus, tokenizer: Tokenizer, words: Path | None)
 
 
 def write(tokenizer: Tokenizer, material: Material, lengths: Sequence[int], samples: int, out: Path) -> None:
-    """Make the questions of all tasks and lengths and keep them in the file `out`, unless it is there."""
-    if not out.exists():
-        made = {
-            task: {str(length): _questions(task, length, samples, tokenizer, material) for length in lengths}
-            for task in TASKS
-        }
-        write_json(out, made)
+    """Make the prompts of all tasks and lengths and keep them in the file `out` (.npz)."""
+    places = [(task, length) for task in TASKS for length in lengths]
+    made = [_prompts(task, length, samples, tokenizer, material) for task, length in places]
+    flat = [prompt for own in made for prompt in own]
+    np.savez(
+        out,
+        tasks=[task for task, _ in places for _ in range(samples)],
+        lengths=[length for _, length in places for _ in range(samples)],
+        keys=[prompt.key for prompt in flat],
+        numbers=[[len(p.tokens), p.scored, p.prompt_tokens, p.slot, p.slots] for p in flat],
+        tokens=np.concatenate([prompt.tokens for prompt in flat]),
+    )
 
 
-def read(path: Path, tokenizer: Tokenizer) -> dict[str, dict[int, list[Prompt]]]:
+def read(path: Path) -> dict[str, dict[int, list[Prompt]]]:
     """{task: {length: prompts}} of a file of `write`."""
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        task: {int(length): [_prompt(tokenizer, *pair) for pair in pairs] for length, pairs in by_length.items()}
-        for task, by_length in kept.items()
-    }
+    kept, found = np.load(path), dict[str, dict[int, list[Prompt]]]()
+    pieces = np.split(kept["tokens"], np.cumsum(kept["numbers"][:, 0])[:-1])
+    for tokens, task, length, key, numbers in zip(
+        pieces, kept["tasks"], kept["lengths"], kept["keys"], kept["numbers"], strict=True
+    ):
+        scored, before, slot, slots = numbers[1:].tolist()
+        prompt = Prompt(tokens, scored, before, str(key), slot, slots)
+        found.setdefault(str(task), {}).setdefault(int(length), []).append(prompt)
+    return found
 
 
-def _questions(
-    task: str, length: int, samples: int, tokenizer: Tokenizer, material: Material
-) -> list[tuple[str, str, float]]:
+def _prompts(task: str, length: int, samples: int, tokenizer: Tokenizer, material: Material) -> list[Prompt]:
     questions = make(task, length, samples, tokenizer, material)
-    return [(question.prompt, question.references[0], question.depth or 0.0) for question in questions]
+    return [_prompt(tokenizer, q.prompt, q.references[0], q.depth or 0.0) for q in questions]
 
 
 def _prompt(tokenizer: Tokenizer, text: str, reference: str, depth: float) -> Prompt:

@@ -28,7 +28,7 @@ PART = 50  # steps that one job makes
 def save_corpus(corpus: TokenCorpus, folder: Path) -> Path:
     """Keep a corpus so that other processes can map it."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "tokens.npy", corpus.tokens)
+    np.save(folder / "tokens.npy", np.asarray(corpus.tokens[:]))
     np.save(folder / "offsets.npy", corpus.offsets)
     (folder / "info.json").write_text(json.dumps([corpus.fingerprint, corpus.info]), encoding="utf-8")
     return folder

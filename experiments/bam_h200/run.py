@@ -56,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--together", type=int, default=1, help="cells that use the device at a time (default 1)")
     parser.add_argument("--processes", type=int, help="programs that are open at a time (default: the CPU cores)")
+    parser.add_argument("--far", action="store_true", help="ask the first seeds also at 128k and 512k tokens")
     parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/bam_h200)")
     parser.add_argument("--resume", action="store_true", help="continue the study in --out")
     return parser.parse_intermixed_args(argv)
@@ -123,6 +124,7 @@ def prepare_questions(options: argparse.Namespace, cells: Sequence[Cell], materi
     held_out = text.corpus(config.data, options.held_out, options.gpt2, config.model.vocab_size)
     lengths = [length for group in asked.niah for length in group]
     material = needles.material_of(held_out, tokenizer, options.words)
+    materials.out.mkdir(parents=True, exist_ok=True)
     needles.write(tokenizer, material, lengths, asked.niah_samples, materials.needles)
     np.save(materials.held_out, rows_of(held_out, asked.perplexity, "documents"))
     say("held-out text and needles")

@@ -39,6 +39,7 @@ class _Process:
     process: Any
     pipe: Connection
     wants: Cell | None = None
+    last: bool = False
     busy: bool = False
 
 
@@ -52,6 +53,7 @@ class Board:
     minutes: float
     together: int
     processes: int
+    far: bool
     rows: dict[Cell, list[dict[str, Any]]] = field(default_factory=dict)
     open: list[_Process] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
@@ -65,7 +67,7 @@ def run_cells(
     jobs: what must be done before any cell begins; their errors are raised.
     """
     processes = options.processes or os.cpu_count() or 1
-    board = Board(cells, materials, jobs, options.minutes, options.together, processes)
+    board = Board(cells, materials, jobs, options.minutes, options.together, processes, options.far)
     for cell in cells:
         own = finished(cell, materials)
         if own is not None:
@@ -74,7 +76,7 @@ def run_cells(
     programs = [[cell for cell in left if cell.program == p] for p in dict.fromkeys(cell.program for cell in left)]
     while programs or board.open:
         while programs and len(board.open) < board.processes and not _over(board):
-            board.open.append(_start(programs.pop(0), materials))
+            board.open.append(_start(board, programs.pop(0)))
         if programs and _over(board) and not board.open:
             break
         _serve(board)
@@ -87,10 +89,10 @@ def _over(board: Board) -> bool:
     return board.clock.tick() > 60 * board.minutes
 
 
-def _start(cells: list[Cell], materials: Materials) -> _Process:
+def _start(board: Board, cells: list[Cell]) -> _Process:
     context = get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=work, args=(cells, materials, theirs), daemon=True)
+    process = context.Process(target=work, args=(cells, board.materials, board.far, theirs), daemon=True)
     process.start()
     theirs.close()
     return _Process(cells, process, mine)
@@ -116,7 +118,7 @@ def _serve(board: Board) -> None:
         return
     for job in board.jobs:
         job.result()
-    waiting = sorted((p for p in board.open if p.wants), key=lambda p: board.cells.index(p.wants))
+    waiting = sorted((p for p in board.open if p.wants), key=lambda p: (p.last, board.cells.index(p.wants)))
     for one in waiting[: board.together - sum(p.busy for p in board.open)]:
         one.pipe.send("go")
         one.wants, one.busy = None, True
@@ -125,9 +127,10 @@ def _serve(board: Board) -> None:
 def _hear(board: Board, one: _Process, message: tuple[Any, ...]) -> None:
     kind = message[0]
     if kind == "want":
-        one.wants = message[1]
-    elif kind == "rows":
+        _, one.wants, one.last = message
+    elif kind == "free":
         one.busy = False
+    elif kind == "rows":
         _keep(board, message[1], message[2])
     elif kind in ("say", "failed"):
         print(f"[{board.clock.tick():6.1f}] {message[1]}", flush=True)

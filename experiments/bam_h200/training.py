@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from bampath.config import Config
-from bampath.step import Batch, TrainState, build_model, declare, init_state, make_train_step
+from bampath.params import unbox
+from bampath.step import Batch, TrainState, build_model, declare, make_train_step
 from experiments.bam_h200.optimizer import optimizer_of
 from experiments.bam_h200.rows import read_rows
 
@@ -20,7 +22,7 @@ Watch = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """params; curve: [{"step", "loss", "grad_norm"}], means of blocks of steps; seconds: without those of compiling."""
+    """params; curve: [{"step", "loss", "grad_norm", "seconds"}], means of blocks of steps; seconds: without those of compiling."""
 
     params: Any
     curve: list[dict[str, float]]
@@ -29,12 +31,13 @@ class Trained:
 
 
 class Trainer:
-    """A compiled run of a configuration; `start` and `train` may be called for several seeds.
+    """The compiled run of a configuration, for several seeds.
 
-    least_exponent: theta_beta is put back to at least this after every step (None: it is free).
+    pool: where programs are compiled while this goes on; least_exponent: theta_beta is put back to at least this after
+    every step (None: it is free).
     """
 
-    def __init__(self, config: Config, least_exponent: float | None = None) -> None:
+    def __init__(self, config: Config, pool: Executor, least_exponent: float | None = None) -> None:
         self.config, self.model = config, build_model(config)
         self.declared = declare(self.model)
         self._optimizer = optimizer_of(config, self.declared)
@@ -54,34 +57,46 @@ class Trainer:
         shape = (BLOCK, config.data.batch_size, config.data.sequence_length)
         kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32, "segment_ids": jnp.int32}
         batches = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
-        state = jax.eval_shape(lambda: self.start(0))
-        self._several: Any = jax.jit(several, donate_argnums=0).lower(state, batches).compile()
+        state = jax.eval_shape(self._first, jax.random.key(0))
+        self._several = pool.submit(jax.jit(several, donate_argnums=0).lower(state, batches).compile)
+        self._start = pool.submit(jax.jit(self._first).lower(jax.random.key(0)).compile)
 
-    def start(self, seed: int) -> TrainState:
-        """The state before the first step."""
-        config = replace(self.config, train=replace(self.config.train, seed=seed))
-        return init_state(config, self.model, self._optimizer)
+    def _first(self, key: jax.Array) -> TrainState:
+        """What bampath.step.init_state makes of a seed, as a function of its key."""
+        start, rest = jax.random.split(key)
+        params = unbox(self.model.init(start, jnp.zeros((1, 2), jnp.int32))["params"])
+        return TrainState(
+            jnp.int32(0), params, self._optimizer.init(params), jax.random.key_data(rest), jnp.bool_(True)
+        )
+
+    def wait(self) -> None:
+        """Until everything is compiled."""
+        self._several.result(), self._start.result()
 
     def train(self, seed: int, rows: Path, watch: Watch) -> Trained:
         """All steps of the configuration on batches of `rows`. FloatingPointError if one was not finite."""
-        state, curve = self.start(seed), list[dict[str, float]]()
+        several: Any = self._several.result()
+        state: TrainState = self._start.result()(jax.random.key(seed))
         jax.block_until_ready(state)
-        begin, running = time.monotonic(), None
+        begin, running, curve = time.monotonic(), None, list[dict[str, float]]()
         for done, batches in read_rows(rows, 0, self.config.train.steps, BLOCK):
-            state, told = self._several(state, jax.device_put(batches))
+            state, told = several(state, jax.device_put(batches))
             if running is not None:  # the block before this one: reading it waits for nothing that was just started
-                _note(curve, *running, watch)
+                _note(curve, *running, begin, watch)
             running = (done, told)
         if running is not None:
-            _note(curve, *running, watch)
+            _note(curve, *running, begin, watch)
         if not bool(state.sound):
             raise FloatingPointError(f"{self.config.model.position}: a loss, gradient or update was not finite")
         return Trained(state.params, curve, time.monotonic() - begin, self.config.train.steps)
 
 
-def _note(curve: list[dict[str, float]], done: int, told: tuple[jax.Array, jax.Array], watch: Watch) -> None:
+def _note(
+    curve: list[dict[str, float]], done: int, told: tuple[jax.Array, jax.Array], begin: float, watch: Watch
+) -> None:
     losses, norms = (float(values.mean()) for values in told)
-    curve.append({"step": done, "loss": round(losses, 5), "grad_norm": round(norms, 5)})
+    passed = round(time.monotonic() - begin, 2)
+    curve.append({"step": done, "loss": round(losses, 5), "grad_norm": round(norms, 5), "seconds": passed})
     watch(done, curve[-1])
 
 

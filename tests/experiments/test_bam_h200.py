@@ -1,6 +1,7 @@
 """The trained comparison: its text, its batches, its optimiser, what it asks, what it reports, and a run of it all."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def test_compiled_programs_read_what_a_reader_reads(small: Any) -> None:
     random = np.random.default_rng(0)
     tokens, targets = (random.integers(0, 256, size=(2, 40)).astype(np.int32) for _ in range(2))
     places = random.integers(0, 40, size=(2, 3)).astype(np.int32)
-    reader = measure.CompiledReader(model, params, 64, [40, 48], 40, 120)
+    with ThreadPoolExecutor() as pool:
+        reader = measure.CompiledReader(model, params, 64, [40, 48], 40, 120, pool)
     plain = ModelReader(model, params)
     np.testing.assert_allclose(reader.logits_at(tokens, places), plain.logits_at(tokens, places), rtol=1e-5)
     for count in (1, 2):
@@ -179,7 +181,7 @@ class _Perfect:
         return np.zeros(tokens.shape, np.float32)
 
 
-def test_passkeys_of_a_group_are_read_together_and_far_ones_if_a_key_was_found() -> None:
+def test_passkeys_of_a_group_are_read_together_and_far_ones_until_no_key_is_found() -> None:
     asked = SIZES["tiny"].asked
     tokenizer = tokenizer_of(DataConfig())
     asked = replace(asked, passkey=((600, 1200), (2400,)), far=(4800, 9600), samples=3, far_samples=2)
@@ -188,8 +190,9 @@ def test_passkeys_of_a_group_are_read_together_and_far_ones_if_a_key_was_found()
         (600, 3, 1.0),
         (1200, 3, 1.0),
         (2400, 3, 1.0),
-        (4800, 2, 0.0),
     ]
+    beyond = measure.far(_Perfect(3000), tokenizer, asked, 16_384)
+    assert [(row["length"], row["samples"], row["accuracy"]) for row in beyond] == [(4800, 2, 0.0)]
     keys = [prompt.key for prompt in Prompts(PasskeyTask(samples=3), tokenizer).make(1200)]
     assert [sample["key"] for sample in found[1]["depths"]] == keys
 
@@ -210,7 +213,7 @@ def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
         Cell("ropee", 0).config(Path("t.json"), "x")
     assert cells.asked_of(Cell("path", 0)).passkey == ((512, 1024, 2048, 4096), (8192, 16384))
     with pytest.raises(ValueError, match=r"train\.steps=70 must be a multiple of 50"):
-        training.Trainer(get("tiny", "train.steps=70"))
+        training.Trainer(get("tiny", "train.steps=70"), ThreadPoolExecutor())
 
 
 def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
@@ -248,7 +251,7 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     common += ["--text", str(tmp_path / "books.u16"), "--held-out", str(tmp_path / "books.u16"), "--gpt2", str(gpt2)]
     common += ["--words", str(tmp_path), "--size", "tiny", "--out", str(tmp_path / "out"), "--processes", "1"]
     common += ["model.vocab_size=300"]
-    run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
+    run.main([*common, "--cases", "bam+ssmax", "--seeds", "0", "--far"])
     assert "1 of 1 cells" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--resume"):
         run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
