@@ -119,7 +119,7 @@ def _no_dataset(folder: Path) -> Exception:
     done = len(list(folder.glob("unit-*.json")))
     return ValueError(
         f"the data set {folder} is not finished ({done} of {len(plan['units'])} units): run the command that makes it "
-        f"(python -m bampath.data.prepare source={plan['source']} … --shards {folder}) again; it goes on where it stopped"
+        f"(python -m bampath.data.prepare source={plan['source']} --shards {folder}) again: it goes on where it stopped"
     )
 
 
