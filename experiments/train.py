@@ -6,8 +6,9 @@
 The first interrupt (Ctrl-C, SIGTERM) finishes the step, saves and exits; the second one stops at once. In a run of
 several processes one of them may get it: all save and exit.
 
-Exit status: 0 done, 1 a loss that is not finite, 2 a wrong command line or a refused run, 4 another process of the run
-is gone, 5 a file that cannot be written, 128 + n stopped by signal n. After 4 and 128 + n, --resume goes on.
+Exit status: 0 done, 1 a loss that is not finite, 2 a wrong command line or a refused run, 3 a dry run that does not fit
+the memory, 4 another process of the run is gone, 5 a file that cannot be written, 128 + n stopped by signal n. After 4
+and 128 + n, --resume goes on.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from bampath.watch import LOST
 if TYPE_CHECKING:
     from bampath.profiling import Window
 
-NOT_FINITE, REFUSED, UNWRITTEN = 1, 2, 5  # exit statuses, beside LOST
+NOT_FINITE, REFUSED, DOES_NOT_FIT, UNWRITTEN = 1, 2, 3, 5  # exit statuses, beside LOST
 
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
@@ -41,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config, base, run_dir = resolve(options)
+        if options.device_memory is not None and not options.dry_run:
+            raise ValueError("--device-memory is for --dry-run")
     except (ValueError, TypeError, OSError) as error:
         return refuse(error)
     if options.dry_run:
         print(configs.describe(config, base))
-        return dry_run(config)
+        return dry_run(config, run_dir, options)
     from bampath import distributed
     from bampath.profiling import Window
     from bampath.startup import keep_programs
@@ -126,7 +129,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile-cache", type=Path, metavar="FOLDER", help="keep compiled programs here, use those of earlier runs"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, folders, text and memory, and stop"
+    )
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="with --dry-run: of each device of a mesh that is elsewhere"
+    )
     several = parser.add_argument_group("several processes", "docs/scaling.md says when which of these is needed")
     several.add_argument(
         "--distributed",
@@ -163,22 +171,19 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
     return configs.override(base, *options.overrides), base, options.run_dir
 
 
-def dry_run(config: Config) -> int:
-    """Trace the model and print the banner; nothing is allocated, no text is tokenised."""
-    from bampath.data import tokenizer_of
-    from bampath.startup import banner, check_vocabulary
-    from bampath.step import build_model, declare
+def dry_run(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
+    """Check everything that comes before the first step and estimate memory; nothing is changed."""
+    from bampath import preflight
 
+    limit = None if options.device_memory is None else options.device_memory * 2**30
     try:
-        tokenizer = tokenizer_of(config.data)
-        check_vocabulary(config, tokenizer)
-        declared = declare(build_model(config))
+        if limit is not None:
+            preflight.pretend_devices(config.mesh.size)
+            print(f"devices     elsewhere, with {options.device_memory:g} GiB each: those below are pretended")
+        found = preflight.check(config, run_dir, resume=options.resume, limit=limit, say=print)
     except (ValueError, OSError) as error:
         return refuse(error)
-    print(banner(config, declared, tokenizer))
-    moments = 1 if config.optim.name == "muon" else 2
-    print(f"state       {declared.count * 4 * (1 + moments) / 1e9:.3g} GB of parameters and moments, about")
-    return 0
+    return DOES_NOT_FIT if found.fits is False else 0
 
 
 class Stop:
