@@ -35,7 +35,7 @@ def test_rows_figures_and_report(tmp_path) -> None:
     assert error("shared", 20) < error("shared", 1)
     assert error("window", 20) < error("shared", 20) < error("fixed", 20)
     results = {"study": {"length": 64, "seeds": 2}, "rows": rows}
-    text = write_report(tmp_path, results, {"env": ENV, "rows": SPEED}, TRAINED)
+    text = write_report(tmp_path, results, {"runs": {"today": ENV}, "rows": SPEED}, TRAINED)
     assert len(list((tmp_path / "figures").glob("*.png"))) == 5
     assert "| 4 | integer | 20 |" in text
     assert "exact ALiBi, window of the longest block" in text

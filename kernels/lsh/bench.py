@@ -6,17 +6,19 @@
 
 Compared with exact ALiBi of kernels.attention over all keys, and within a window that reaches as far as the grids do:
 one window for all heads, the longest block of any, or one per head in a call of its own. bfloat16, one row of 8 heads
-with ALiBi's slopes 1/2 … 1/256. Parts run in processes of their own: they compile and check side by side, wait, and
-take their times one after the other. A time is that of one attention in a program that repeats it, median over draws of
+with ALiBi's slopes 1/2 … 1/256. Parts run in processes of their own: they compile and check side by side, then take
+their times, one at a time. A time is that of one attention in a program that repeats it, median over draws of
 the grids. Errors are relative RMS against the dense definition in float64.
 """
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,17 +28,28 @@ from kernels.attention.bench import environment
 
 RESULTS = Path(__file__).with_name("results.json")
 DOCS = Path(__file__).parents[2] / "docs" / "lsh.md"
+TIMED = ("times", "tune")  # parts that do
 
 
 class Part:
-    """A process that prepares, says READY, waits for a line and takes its times; its rows so far."""
+    """A process of one part, which prints its rows as JSON, then DONE; those that time wait for a line first."""
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "kernels.lsh.bench", "--part", name]
+    def __init__(self, name: str, folder: Path, done: Path | None) -> None:
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "kernels.lsh.bench",
+            "--part",
+            name,
+            "--lock",
+            str(folder / "lock"),
+        ]
+        command += ["--except", str(done)] if done else []
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the processes share the GPU's memory
         env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        self.rows: list[dict[str, Any]] = []
-        self.ready, self.done = threading.Event(), threading.Event()
+        self.name, self.rows, self.done = name, list[dict[str, Any]](), threading.Event()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -45,68 +58,63 @@ class Part:
         for line in self.process.stdout:
             if line.startswith("{"):
                 self.rows.append(json.loads(line))
-                print(line[:400], end="", flush=True)
-            elif line.strip() in ("READY", "DONE"):
-                (self.ready if line.strip() == "READY" else self.done).set()
-        self.ready.set()  # also when it died
-        self.done.set()
+                print(line[:300].rstrip(), flush=True)
+        self.done.set()  # also when it died
 
-    def finish(self, seconds: float) -> None:
-        """Let it take its times."""
+    def go(self) -> None:
         assert self.process.stdin is not None
-        try:
+        if not self.done.is_set():
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
-        except OSError:
-            return
-        self.done.wait(seconds)
 
 
-def run_all(out: Path, commit: str | None, names: list[str], limit: float) -> int:
-    """Every part; the number of failures."""
+def run_all(out: Path, commit: str | None, names: list[str], limit: float, missing: bool) -> int:
+    """Every part: checks while the timings compile, then the timings, one at a time; the number of failures."""
     begin = time.time()
-    parts = {name: Part(name) for name in names}
-    report = {"env": environment(commit) | {"time": f"{datetime.datetime.now():%H:%M}"}, "rows": []}
-    write = lambda: out.write_text(
-        json.dumps(report | {"rows": [r for p in parts.values() for r in p.rows]}, indent=1) + "\n"
-    )
+    env = environment(commit)
+    run = f"{env['date']} {datetime.datetime.now():%H:%M}"
+    before = json.loads(out.read_text()) if missing and out.exists() else {"runs": {}, "rows": []}
     left = lambda share: max(0.0, begin + share * limit - time.time())
-    for name, part in parts.items():
-        part.ready.wait(left(0.7))
-        print(f"{time.time() - begin:6.1f}s {name} {'prepared' if part.ready.is_set() else 'is late'}", flush=True)
-    for part in sorted(parts.values(), key=lambda part: not part.ready.is_set()):  # the late ones last
-        part.ready.wait(left(0.9))
-        if part.ready.is_set():
-            part.finish(left(1.0))
-        part.process.kill()
-        part.process.wait()
-        write()
-    write()
-    rows = [row for part in parts.values() for row in part.rows]
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Part(name, Path(folder), out if missing else None) for name in names]
+        for part in parts:
+            if not part.name.startswith(TIMED):
+                part.done.wait(left(0.6))
+        print(f"{time.time() - begin:6.1f}s checks are over", flush=True)
+        for part in parts:
+            part.go()
+        for part in parts:
+            part.done.wait(left(1.0))
+        for part in parts:
+            part.process.kill()
+            part.process.wait()
+    rows = [row | {"run": run} for part in parts for row in part.rows]
+    report = {"runs": before["runs"] | {run: env}, "rows": before["rows"] + rows}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    late = [part.name for part in parts if not part.done.is_set()]
     failures = sum("failed" in row or not row.get("passed", True) for row in rows)
-    print(f"{time.time() - begin:6.1f}s done, {len(rows)} rows, {failures} failures")
-    return failures
+    print(f"{time.time() - begin:6.1f}s done, {len(rows)} rows, {failures} failures, out of time: {late}")
+    return failures + len(late)
 
 
-def run_part(name: str) -> None:
-    """The process of one part: prepare, wait for a line, finish item by item."""
+def run_part(name: str, lock: Path, done: Path | None) -> None:
+    """The process of one part. What takes times holds the lock meanwhile."""
     from kernels.lsh.bench_parts import PARTS, words
 
-    waiting = []
-    for row, finish in PARTS[name]():
-        if finish is None:
-            print(json.dumps(row), flush=True)
-        else:
-            waiting.append((row, finish))
-    print("READY", flush=True)
-    sys.stdin.readline()
-    for row, finish in waiting:
-        try:
-            row |= finish()
-        except Exception as problem:
-            row |= {"failed": words(problem)}
+    key = lambda row: tuple(row.get(n) for n in ("case", "impl", "pass", "T", "tiles"))
+    have = {key(row) for row in json.loads(done.read_text())["rows"]} if done and done.exists() else set()
+    items = PARTS[name](lambda row: key(row) not in have)
+    if name.startswith(TIMED):
+        sys.stdin.readline()
+    for row, finish in items:
+        if finish is not None:
+            with lock.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                try:
+                    row |= finish()
+                except Exception as problem:
+                    row |= {"failed": words(problem)}
         print(json.dumps(row), flush=True)
-    print("DONE", flush=True)
 
 
 def main() -> None:
@@ -116,10 +124,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=170, help="seconds for everything")
     parser.add_argument("--parts", default="checks,far,times", help="which, by how their names begin")
     parser.add_argument("--table", action="store_true", help="put the committed results into docs/lsh.md and stop")
+    parser.add_argument("--missing", action="store_true", help="only what the results do not have yet")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--except", type=Path, dest="done", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        run_part(args.part)
+        run_part(args.part, args.lock, args.done)
     elif args.table:
         from kernels.lsh.bench_tables import write_tables
 
@@ -128,7 +139,7 @@ def main() -> None:
         from kernels.lsh.bench_parts import PARTS
 
         names = [name for name in PARTS if name.split()[0] in args.parts.split(",")]
-        raise SystemExit(1 if run_all(args.out, args.commit, names, args.limit) else 0)
+        raise SystemExit(1 if run_all(args.out, args.commit, names, args.limit, args.missing) else 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the GPU benchmark of LSH attention does, in parts that prepare side by side (see bench.py)."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,6 +16,7 @@ from kernels.lsh.api import lsh_attention, sample_grids
 from kernels.lsh.bench_cases import DIM, HEADS, SIGMAS, Row
 
 Item = tuple[Row, Callable[[], Row] | None]
+Wanted = Callable[[Row], bool]
 TIMERS, CHECKERS, TUNERS = 4, 6, 3  # processes
 THREADS = 4  # compilations of a process at a time
 LIMITS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}  # largest relative RMS error
@@ -48,30 +49,35 @@ def words(problem: Exception) -> str:
 
 
 def prepared(jobs: list[tuple[Row, Callable[[], Callable[[], Row]]]]) -> Iterator[Item]:
-    """Compile side by side; (row, what completes it), or a row that says why not."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        started = [(row, pool.submit(prepare)) for row, prepare in jobs]
-        for row, future in started:
+    """Start compiling side by side; then (row, what completes it), or a row that says why not, as they are ready."""
+    pool = ThreadPoolExecutor(THREADS)
+    started = {pool.submit(prepare): row for row, prepare in jobs}
+
+    def items() -> Iterator[Item]:
+        for future in as_completed(started):
             try:
-                yield row, future.result()
+                yield started[future], future.result()
             except Exception as problem:
-                yield row | {"failed": words(problem)}, None
+                yield started[future] | {"failed": words(problem)}, None
+
+    return items()
 
 
 # ---- Times ----
 
 
-def time_items(part: int) -> Iterator[Item]:
+def time_items(part: int, wanted: Wanted) -> Iterator[Item]:
     def prepare(case: bench_cases.Case) -> Callable[[], Row]:
         return partial(bench_cases.timed, case, *bench_cases.prepare(case))
 
-    return prepared([(case.row, partial(prepare, case)) for case in bench_cases.cases()[part::TIMERS]])
+    cases = [case for case in bench_cases.cases() if wanted(case.row)]
+    return prepared([(case.row, partial(prepare, case)) for case in cases[part::TIMERS]])
 
 
 # ---- Tiles ----
 
 
-def tune_items(part: int) -> Iterator[Item]:
+def tune_items(part: int, wanted: Wanted) -> Iterator[Item]:
     """Each kernel alone at T = 65,536 with every candidate."""
     kernels = ("forward", "queries", "keys")
     every = list(product(kernels, CANDIDATES))[part::TUNERS]
@@ -79,7 +85,7 @@ def tune_items(part: int) -> Iterator[Item]:
     for kernel, tiles in every:
         row = {"case": "tiles", "impl": kernel, "tiles": tiles, "pass": "tune"}
         jobs.append((row, partial(_tune, kernel, tiles)))
-    return prepared(jobs)
+    return prepared([job for job in jobs if wanted(job[0])])
 
 
 def _tune(kernel: str, tiles: str) -> Callable[[], Row]:
@@ -131,7 +137,7 @@ def _tune(kernel: str, tiles: str) -> Callable[[], Row]:
         found = []
         for seed in range(3):
             w, o = sample_grids(jax.random.key(seed), jnp.asarray(SIGMAS), samples)
-            found.append(bench_cases.clock(compiled, (x | {"widths": w, "offsets": o},)) / times)
+            found += [ms / times for ms in bench_cases.clock(compiled, (x | {"widths": w, "offsets": o},))]
         return {"ms": float(np.median(found)), "ms_min": min(found), "ms_max": max(found)}
 
     return finish
@@ -140,7 +146,7 @@ def _tune(kernel: str, tiles: str) -> Callable[[], Row]:
 # ---- Checks ----
 
 
-def check_items(part: int) -> Iterator[Item]:
+def check_items(part: int, wanted: Wanted) -> Iterator[Item]:
     for check in CHECKS[part::CHECKERS]:
         length, heads, kv_heads, dim, samples, law, causal, documents, combine, dtype = check
         row: Row = {"case": f"s = {samples}, {law}, {combine}", "impl": "pallas_triton", "pass": "check", "T": length}
@@ -224,7 +230,7 @@ def far_rows(length: int = 65_536, rows: int = 24) -> Row:
     return {"error": {"o": error}, "passed": error < LIMITS["bfloat16"]}
 
 
-def far_items() -> Iterator[Item]:
+def far_items(wanted: Wanted) -> Iterator[Item]:
     row: Row = {"case": "s = 10, rows of a long call", "impl": "pallas_triton", "pass": "check", "T": 65_536}
     row |= {"H": HEADS, "Hkv": HEADS, "D": DIM, "causal": True, "documents": False, "dtype": "bfloat16"}
     try:
@@ -234,7 +240,7 @@ def far_items() -> Iterator[Item]:
     yield row, None
 
 
-PARTS: dict[str, Callable[[], Iterator[Item]]] = {
+PARTS: dict[str, Callable[[Wanted], Iterator[Item]]] = {
     **{f"times {n}": partial(time_items, n) for n in range(TIMERS)},
     **{f"checks {n}": partial(check_items, n) for n in range(CHECKERS)},
     "far": far_items,

@@ -26,11 +26,14 @@ def write_tables(results: Path, docs: Path) -> None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    rows, env = report["rows"], report["env"]
-    versions = ", ".join(f"{n} {env[n]}" for n in ("jax", "jaxlib", "python") if n in env)
+    rows = report["rows"]
+    return "\n".join([*map(_run, report["runs"].values()), "", *times(rows), "", *memory(rows), "", *checks(rows)])
+
+
+def _run(env: dict[str, Any]) -> str:
     device = f"{env.get('device', 'no GPU')}, driver {env.get('driver', '?')}"
-    head = f"{device}, {versions}, {env['date']}, commit {env['commit']}."
-    return "\n".join([head, "", *times(rows), "", *memory(rows), "", *checks(rows)])
+    versions = ", ".join(f"{n} {env[n]}" for n in ("jax", "jaxlib", "python") if n in env)
+    return f"{device}, {versions}, {env['date']}, commit {env['commit']}."
 
 
 def timed(rows: list[Row]) -> dict[tuple[str, str, str, int], Row]:
