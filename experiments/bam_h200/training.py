@@ -22,7 +22,7 @@ Watch = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """params; curve: [{"step", "loss", "grad_norm", "seconds"}], means of blocks of steps; seconds: without those of compiling."""
+    """params; curve: [{"step", "loss", "grad_norm", "seconds"}], a mean per block of steps; seconds: of training."""
 
     params: Any
     curve: list[dict[str, float]]
