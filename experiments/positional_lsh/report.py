@@ -37,17 +37,8 @@ def write_report(
     text = report(results)
     if speed is not None:
         save(speed_figure(speed["rows"]), figures / "speed.png")
-        text += "\n".join(
-            [
-                "",
-                "## Time and memory",
-                "",
-                tables({**speed, "rows": timings(speed["rows"])}),
-                "",
-                *meetings(speed["rows"]),
-                "",
-            ]
-        )
+        shown = tables({**speed, "rows": timings(speed["rows"])})
+        text += "\n".join(["", "## Time and memory", "", shown, "", *meetings(speed["rows"]), ""])
     if training is not None:
         save(training_figure(training["rows"], training["plan"]["length"]), figures / "training.png")
         text += "\n".join(["", "## Trained models", "", *training_tables(training), ""])

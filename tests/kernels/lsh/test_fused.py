@@ -163,6 +163,7 @@ def test_every_head_and_dtype_fits_every_gpu() -> None:
                 assert gpu.refusal(call, device) is None
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_grids_are_data_and_lower_for_cuda() -> None:
     """Forward and backward lower to three Triton kernels without a GPU."""
     shape = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
