@@ -134,7 +134,7 @@ def main() -> None:
     elif args.table:
         from kernels.lsh.bench_tables import write_tables
 
-        write_tables(RESULTS, DOCS)
+        write_tables(DOCS)
     else:
         from kernels.lsh.bench_parts import PARTS
 

@@ -6,8 +6,8 @@ from typing import Any
 
 Row = dict[str, Any]
 NAMES = {
-    "lsh, s = 10": "LSH, s = 10",
     "lsh, s = 5": "LSH, s = 5",
+    "lsh, s = 10": "LSH, s = 10",
     "lsh, s = 20": "LSH, s = 20",
     "fixed": "fixed blocks of 2 sigma",
     "alibi": "exact ALiBi, all keys",
@@ -15,14 +15,45 @@ NAMES = {
     "windows, s = 10": "exact ALiBi, a window per head: its longest block",
 }
 PASSES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+RESULTS, COMPILED = (Path(__file__).with_name(name) for name in ("results.json", "aot_results.json"))
 MARK = "<!-- results -->", "<!-- end of results -->"
 
 
-def write_tables(results: Path, docs: Path) -> None:
+def write_tables(docs: Path) -> None:
+    """Put the tables of the committed results between the marks of docs/lsh.md."""
     before, rest = docs.read_text(encoding="utf-8").split(MARK[0] + "\n")
     after = rest.split("\n" + MARK[1])[1]
-    block = tables(json.loads(results.read_text(encoding="utf-8")))
-    docs.write_text(f"{before}{MARK[0]}\n{block}\n{MARK[1]}{after}", encoding="utf-8")
+    docs.write_text(f"{before}{MARK[0]}\n{committed()}\n{MARK[1]}{after}", encoding="utf-8")
+
+
+def committed() -> str:
+    read = lambda path: json.loads(path.read_text(encoding="utf-8"))
+    return "\n".join([tables(read(RESULTS)), "", *compiled(read(COMPILED))])
+
+
+def compiled(report: dict[str, Any]) -> list[str]:
+    """What the TPU kernels need, per chip of four; nothing has run there."""
+    rows, env = report["rows"], report["env"]
+    topologies = list(dict.fromkeys(row["topology"] for row in rows))
+    head = " | ".join(f"{name.split(':')[0]}: MiB, s" for name in topologies)
+    lines = [
+        "TPU kernels compiled ahead of time, forward + backward, four chips as batch × heads = 2 × 2; peak memory per "
+        f"chip, and seconds of compilation on two busy CPU cores; jax {env['jax']}, libtpu {env['libtpu']}.",
+        "",
+        f"| case | B, T, H/Hkv, D | s | dtype | arguments MiB | {head} |",
+        "|---" * (5 + len(topologies)) + "|",
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = {row["topology"]: row for row in rows if row["case"] == case}
+        row = own[topologies[0]]
+        size = f"{row['B']}, {row['T']}, {row['H']}/{row['Hkv']}, {row['D']}"
+        cells = [f"{own[t]['memory_bytes'] / 2**20:.0f}, {own[t]['compile_s']:.0f}" for t in topologies]
+        name = case + (", documents" if row["segments"] else "")
+        arguments = f"{row['argument_bytes'] / 2**20:.0f}"
+        lines.append(
+            f"| {name} | {size} | {row['samples']} | {row['dtype']} | {arguments} | " + " | ".join(cells) + " |"
+        )
+    return lines
 
 
 def tables(report: dict[str, Any]) -> str:
@@ -41,6 +72,11 @@ def timed(rows: list[Row]) -> dict[tuple[str, str, str, int], Row]:
     return {(r["case"], r["impl"], r["pass"], r["T"]): r for r in rows if "ms" in r and r["pass"] in PASSES}
 
 
+def _ways(found: dict[tuple[str, str, str, int], Row]) -> list[tuple[str, str]]:
+    """(case, implementation) in the order of NAMES."""
+    return sorted({key[:2] for key in found}, key=lambda way: (list(NAMES).index(way[0]), way[1]))
+
+
 def name(case: str, impl: str) -> str:
     return NAMES[case] + (f" (`{impl}`)" if case == "alibi" else "")
 
@@ -54,7 +90,7 @@ def times(rows: list[Row]) -> list[str]:
         head = " | ".join(f"T = {length:,}" for length in lengths)
         lines += [f"ms, {title} (times faster than exact ALiBi over all keys, `mosaic_gpu`):", ""]
         lines += [f"| | {head} |", "|---" * (len(lengths) + 1) + "|"]
-        for case, impl in dict.fromkeys((key[0], key[1]) for key in found):
+        for case, impl in _ways(found):
             cells = [_cell(found, case, impl, which, length) for length in lengths]
             lines.append(f"| {name(case, impl)} | " + " | ".join(cells) + " |")
         lines.append("")
@@ -81,7 +117,7 @@ def memory(rows: list[Row]) -> list[str]:
         f"| | {head} |",
         "|---" * (len(lengths) + 1) + "|",
     ]
-    for case, impl in dict.fromkeys((key[0], key[1]) for key in found):
+    for case, impl in _ways(found):
         cells = []
         for length in lengths:
             pair = [found.get((case, impl, which, length)) for which in PASSES]

@@ -13,6 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from kernels.attention.triton_gpu_kernels import Tiles
 from kernels.lsh import aot, api, gpu, reference, tpu
+from kernels.lsh.bench import DOCS
+from kernels.lsh.bench_tables import MARK, committed
 from kernels.lsh.call import Call, make_call
 from tests.helpers import relative_rms
 from tests.kernels.lsh.test_attention import Arrays, draw, grids, packed
@@ -194,3 +196,8 @@ def test_forward_and_backward_compile_for_tpus(case: aot.Case, topology: str) ->
     row = aot.compile_case(case, topology)
     assert row["kernels"] == 3
     assert row["memory_bytes"] < 16 * row["argument_bytes"]  # linear memory; one head's scores would be far more
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    shown = DOCS.read_text(encoding="utf-8").split(MARK[0] + "\n")[1].split("\n" + MARK[1])[0]
+    assert shown == committed()
