@@ -36,6 +36,7 @@ SWEEPS = Path("runs/sweeps")
 SCHEDULE = ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps", "optim.lr_start", "optim.lr_end")
 SEEDS = ("seed", "train.seed", "data.seed")
 INIT = "init."
+TOKENIZER = ("data.tokenizer", "data.bos_token", "data.eos_token", "data.pad_token", "data.single_digits")
 
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
@@ -202,6 +203,8 @@ def plan(spec: Spec) -> list[Group]:
         raise ValueError(f"the axis {(twice or ['seed'])[0]} is given twice")
     for axis in spec.vary:
         refuse_axis(axis.key)
+        if axis.key in TOKENIZER:
+            raise ValueError(f"--vary {axis.key}: the members of a program share one tokenizer; use --structure")
     for axis in spec.structure:
         if axis.key in SEEDS or axis.key.startswith(INIT):
             raise ValueError(f"--structure {axis.key}=… would compile one program again and again; use --vary")

@@ -7,7 +7,7 @@ create --help`, by which a workload restarts on exit statuses 42 and 127 to 255 
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.plan import Command, File, Plan
@@ -41,87 +41,99 @@ def train_command(options: Namespace, python: str, *, distributed: bool) -> list
 
 def tpu_vm(options: Namespace) -> Plan:
     """A TPU VM (pod slice): made through a queued resource with --create, else one that is there."""
-    where = [f"--zone={options.zone}", *([f"--project={options.project}"] if options.project else [])]
-    tpu, home = options.tpu or options.name, f"bampath-{options.name}"
-    logs, kept = f"{home}/logs/{options.name}", f"{options.logs}/{options.name}"
-    queued = ["gcloud", "compute", "tpus", "queued-resources"]
-    vm = ["gcloud", "compute", "tpus", "tpu-vm"]
-    everywhere: Callable[[str, str], Command] = lambda what, text: Command(
-        what, (*vm, "ssh", tpu, *where, "--worker=all", f"--command={text}")
+    pod = _Pod(options)
+    made = (pod.create(), pod.wait()) if options.create else ()
+    kept = f"{options.logs}/{options.name}"
+    packed = (
+        Command("a folder for the code and one for the logs", ("mkdir", "-p", str(Path(pod.archive).parent), kept)),
+        Command("pack the last commit", ("git", "archive", "--format=tar.gz", f"--output={pod.archive}", "HEAD")),
     )
-    archive = f"build/launch/{options.name}/code.tar.gz"
-    create = Command(
-        "ask for the machines",
-        (
-            *(*queued, "create", tpu, f"--node-id={tpu}", *where, f"--accelerator-type={options.type}"),
-            f"--runtime-version={options.runtime_version or RUNTIMES[options.type.split('-')[0]]}",
-            *(["--spot"] if options.spot else []),
-        ),
-    )
-    state = shlex.join([*queued, "describe", tpu, *where, "--format=value(state.state)"])
-    failed = "case $s in FAILED|SUSPEND*) exit 1 ;; esac"
-    until = f'until s=$({state}); [ "$s" = ACTIVE ]; do {failed}; sleep 30; done'
-    active = Command("wait until they are there", ("bash", "-c", until))
-    delete = Command("give back what is left of them", (*queued, "delete", tpu, *where, "--force", "--quiet"))
-    unpack = f"mkdir -p {home} && tar -xzf {home}.tar.gz -C {home} && cd {home}"
-    install = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt 'jax[tpu]'"
-    prepare = (
-        Command("copy the code", (*vm, "scp", archive, f"{tpu}:{home}.tar.gz", *where, "--worker=all")),
-        everywhere("install it", f"{unpack} && {install}"),
-    )
-    python = ".venv/bin/python"
-    supervised = [
-        *(python, "-m", "launch.supervise", "--logs", f"logs/{options.name}"),
-        *("--max-restarts", str(options.max_restarts), "--", *train_command(options, python, distributed=True)),
-    ]
-    alive = f"kill -0 $(cat logs/{options.name}/{PID_NAME}) 2>/dev/null"
-    start = f"cd {home} && mkdir -p logs && {{ {alive} || {{ rm -f logs/{options.name}/{STATUS_NAME}; "
-    start += f"setsid nohup {shlex.join(supervised)} > /dev/null 2>&1 < /dev/null & sleep 2; }}; }}"
-    follow = f"cd {logs} && tail -n +1 -F --pid=$(cat {PID_NAME}) {LOG_NAME}; exit $(cat {STATUS_NAME} || echo 255)"
-    archived = (
-        Command("a folder for the code and one for the logs", ("mkdir", "-p", str(Path(archive).parent), kept)),
-        Command("pack the last commit", ("git", "archive", "--format=tar.gz", f"--output={archive}", "HEAD")),
-    )
+    gone = f"{pod.tpu} is gone and was not made here: give --create to have it made again"
+    lost = Command("nothing can be rebuilt", ("bash", "-c", f"echo {shlex.quote(gone)} >&2; exit 1"))
     return Plan(
         options.name,
-        before=(*archived, *((create, active) if options.create else ()), *prepare),
-        run=(
-            everywhere("start the run on every worker, if it is not running", start),
-            Command("follow it on the first", (*vm, "ssh", tpu, *where, "--worker=0", f"--command={follow}")),
-        ),
-        after=_worker_logs(options.hosts, kept, tpu, vm, where, logs),
+        before=(*packed, *made, *pod.install()),
+        run=(pod.start(), pod.follow()),
+        after=tuple(pod.collect(worker, kept) for worker in range(options.hosts)),
         restarts=options.max_restarts,
         final=FINAL,
-        healthy=Command(
-            "are the machines there?",
-            (
-                *("bash", "-c"),
-                f'[ "$({shlex.join([*vm, "describe", tpu, *where, "--format=value(state)"])})" = READY ]',
-            ),
-        ),
-        rebuild=(delete, create, active, *prepare) if options.create else (_gone(tpu),),
+        healthy=pod.healthy(),
+        rebuild=(pod.delete(), *made, *pod.install()) if options.create else (lost,),
     )
 
 
-def _worker_logs(
-    hosts: int, kept: str, tpu: str, vm: Sequence[str], where: Sequence[str], logs: str
-) -> tuple[Command, ...]:
-    """One copy per worker: their files have the same names."""
-    return tuple(
-        Command(
-            f"collect the logs of worker {worker}",
-            (
-                *(*vm, "scp", "--recurse", f"{tpu}:{logs}", f"{kept}/worker-{worker}"),
-                *(*where, f"--worker={worker}"),
-            ),
+class _Pod:
+    """gcloud's commands for one TPU VM."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options, self.tpu = options, options.tpu or options.name
+        self.home = f"bampath-{options.name}"
+        self.archive = f"build/launch/{options.name}/code.tar.gz"
+        self._where = (f"--zone={options.zone}", *([f"--project={options.project}"] if options.project else []))
+
+    def _queued(self, verb: str, *more: str) -> tuple[str, ...]:
+        return ("gcloud", "compute", "tpus", "queued-resources", verb, self.tpu, *more)
+
+    def _vm(self, *words: str) -> tuple[str, ...]:
+        return ("gcloud", "compute", "tpus", "tpu-vm", *words)
+
+    def _on(self, worker: str, what: str, text: str) -> Command:
+        return Command(what, (*self._vm("ssh", self.tpu), *self._where, f"--worker={worker}", f"--command={text}"))
+
+    def create(self) -> Command:
+        options = self.options
+        runtime = options.runtime_version or RUNTIMES[options.type.split("-")[0]]
+        machine = (f"--accelerator-type={options.type}", f"--runtime-version={runtime}")
+        spot = ("--spot",) if options.spot else ()
+        argv = self._queued("create", f"--node-id={self.tpu}", *self._where, *machine, *spot)
+        return Command("ask for the machines", argv)
+
+    def wait(self) -> Command:
+        state = shlex.join(self._queued("describe", *self._where, "--format=value(state.state)"))
+        failed = "case $s in FAILED|SUSPEND*) exit 1 ;; esac"
+        until = f'until s=$({state}); [ "$s" = ACTIVE ]; do {failed}; sleep 30; done'
+        return Command("wait until they are there", ("bash", "-c", until))
+
+    def healthy(self) -> Command:
+        state = shlex.join((*self._vm("describe", self.tpu), *self._where, "--format=value(state)"))
+        return Command("are the machines there?", ("bash", "-c", f'[ "$({state})" = READY ]'))
+
+    def delete(self) -> Command:
+        argv = self._queued("delete", *self._where, "--force", "--quiet")
+        return Command("give back what is left of them", argv)
+
+    def install(self) -> tuple[Command, Command]:
+        copy = self._vm("scp", self.archive, f"{self.tpu}:{self.home}.tar.gz")
+        unpack = f"mkdir -p {self.home} && tar -xzf {self.home}.tar.gz -C {self.home} && cd {self.home}"
+        packages = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt 'jax[tpu]'"
+        return (
+            Command("copy the code", (*copy, *self._where, "--worker=all")),
+            self._on("all", "install it", f"{unpack} && {packages}"),
         )
-        for worker in range(hosts)
-    )
 
+    def start(self) -> Command:
+        """Detached, so that a lost connection does not end it."""
+        options, python = self.options, ".venv/bin/python"
+        supervise = (python, "-m", "launch.supervise", "--logs", f"logs/{options.name}")
+        train = train_command(options, python, distributed=True)
+        command = shlex.join([*supervise, "--max-restarts", str(options.max_restarts), "--", *train])
+        alive = f"kill -0 $(cat logs/{options.name}/{PID_NAME}) 2>/dev/null"
+        begin = f"rm -f logs/{options.name}/{STATUS_NAME}; "
+        begin += f"setsid nohup {command} > /dev/null 2>&1 < /dev/null & sleep 2"
+        text = f"cd {self.home} && mkdir -p logs && {{ {alive} || {{ {begin}; }}; }}"
+        return self._on("all", "start the run on every worker, if it is not running", text)
 
-def _gone(tpu: str) -> Command:
-    message = f"{tpu} is gone and was not made here: give --create to have it made again"
-    return Command("nothing can be rebuilt", ("bash", "-c", f"echo {shlex.quote(message)} >&2; exit 1"))
+    def follow(self) -> Command:
+        """Until the supervisor of worker 0 ends; its status."""
+        show = f"tail -n +1 -F --pid=$(cat {PID_NAME}) {LOG_NAME}"
+        text = f"cd {self.home}/logs/{self.options.name} && {show}; exit $(cat {STATUS_NAME} || echo 255)"
+        return self._on("0", "follow it on the first", text)
+
+    def collect(self, worker: int, kept: str) -> Command:
+        """A copy per worker: their files have the same names."""
+        there = f"{self.tpu}:{self.home}/logs/{self.options.name}"
+        argv = self._vm("scp", "--recurse", there, f"{kept}/worker-{worker}")
+        return Command(f"collect the logs of worker {worker}", (*argv, *self._where, f"--worker={worker}"))
 
 
 def xpk(options: Namespace) -> Plan:

@@ -11,6 +11,7 @@ loading case runs several times, in turns. Writes results.json and the tables in
 import argparse
 import dataclasses
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -27,6 +28,7 @@ from experiments.tables import replace_between
 
 HERE = Path(__file__).parent
 SECONDS, REPEATS = 2.0, 5
+RATES = ("tokens_per_second", "tokens_per_cpu_second")
 SHAPES = ((256, 512), (32, 4096))  # rows, length
 BEGIN, END = "<!-- numbers: written by experiments.data_loading.run -->", "<!-- end of numbers -->"
 
@@ -69,9 +71,9 @@ def write_tokenizer(folder: Path, text: Path) -> Path:
 
 def prepare(config: DataConfig, folder: Path, workers: int) -> dict[str, Any]:
     """A row: tokens per second of making a data set of shards."""
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _cpu_seconds()
     dataset = build(config, folder, workers, shard_bytes=16 << 20)
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, _cpu_seconds() - before
     tokens = sum(part["tokens"] for part in dataset["parts"].values())
     return {
         "case": "prepare",
@@ -81,7 +83,14 @@ def prepare(config: DataConfig, folder: Path, workers: int) -> dict[str, Any]:
         "shards": sum(len(part["shards"]) for part in dataset["parts"].values()),
         "seconds": round(seconds, 2),
         "tokens_per_second": round(tokens / seconds),
+        "tokens_per_cpu_second": round(tokens / used),
     }
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of the workers that have ended."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def load(cases: Sequence[tuple[str, DataConfig]]) -> list[dict[str, Any]]:
@@ -124,11 +133,11 @@ def tables(results: dict[str, Any]) -> str:
         f"{env['date'][:10]}, {env['platform']}, Python {env['python']}, array_record {env['array_record']}, grain "
         f"{env['grain']}; load average {env['load']} by other work, so rates per CPU second say more.",
         "",
-        "| making shards | tokens | documents | seconds | tokens per second |",
-        "|---|---|---|---|---|",
+        "| making shards | tokens | documents | seconds | tokens per second | per CPU second |",
+        "|---|---|---|---|---|---|",
     ]
     for row in made:
-        counts = [f"{row[name]:,}" for name in ("tokens", "documents", "seconds", "tokens_per_second")]
+        counts = [f"{row[name]:,}" for name in ("tokens", "documents", "seconds", *RATES)]
         lines.append(f"| {row['workers']} worker(s) | {' | '.join(counts)} |")
     lines += [
         "",

@@ -12,7 +12,7 @@ import pytest
 
 from bampath.metrics import read
 from launch import plan, run
-from launch.plan import Command, Plan, execute, run_name
+from launch.plan import Command, File, Plan, call, execute, run_name
 from launch.targets import chips_of
 from tests.train.small import SMALL, text_file
 
@@ -166,6 +166,24 @@ def test_a_plan_is_repeated_until_it_is_done(answers: dict[str, list[int]], stat
     calls = Script(**answers)
     assert execute(PLAN, calls, say=lambda text: None) == status
     assert " ".join(calls.called) == called
+
+
+def test_commands_are_run_and_files_written(tmp_path: Path, capfd: pytest.CaptureFixture):
+    script = File("a script", str(tmp_path / "deep" / "script.sh"), 'echo "$1" to stdout; exit 3\n')
+    run_it = Command("run it", ("bash", script.path, "words"), to=str(tmp_path / "out" / "log"))
+    collect = Command("collect", ("bash", "-c", "echo collected"))
+    assert execute(Plan("demo", files=(script,), run=(run_it,), after=(collect,)), call) == 3
+    assert (tmp_path / "out" / "log").read_text() == "words to stdout\n"
+    assert "collected\n" in capfd.readouterr().out
+    assert call(Command("miss", ("no-such-program-here",))) == 127
+
+
+def test_machines_get_the_last_commit_so_changes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys):
+    changed = subprocess.CompletedProcess([], 0, stdout=" M launch/run.py\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: changed)
+    real = [word for word in CASES["xpk"] if word != "--dry-run"]
+    assert run.main(real) == 2
+    assert "files differ from the last commit" in capsys.readouterr().err
 
 
 @pytest.mark.slow

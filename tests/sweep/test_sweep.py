@@ -215,6 +215,7 @@ def test_axes_as_they_are_written(text: str, axis: Axis):
         (["--structure", "seed=0,1"], "would compile one program again and again; use --vary"),
         (["--vary", "seed=0,1", "--vary", "data.seed=0,1"], "the axis seed is given twice"),
         (["--vary", "seed=1,1"], "has a value twice"),
+        (["--vary", "data.tokenizer=bytes,a.json"], "share one tokenizer; use --structure"),
         (["--vary", "seed"], "is no axis"),
         (["--vary", "optim.lrate=1,2"], "unknown key 'optim.lrate'"),
         (["mesh.data=2"], r"mesh.\* spreads one run over 2 devices"),
