@@ -103,7 +103,7 @@ def test_a_signal_to_one_a_killed_one_and_other_counts_and_meshes_change_no_loss
     assert {len(list((stopped.path / "params").glob("ocdbt.process_*")))} == {2}
 
     running = start(
-        home, "run", 4, 1, "--resume", "mesh.data=2", "mesh.context=2", moments={2: f"step:{stopped.step + 2}"}
+        home, "run", 4, 2, "--resume", "mesh.data=4", "mesh.context=2", moments={2: f"step:{stopped.step + 2}"}
     )
     assert running[2].wait(120) == -signal.SIGKILL
     since = time.monotonic()
@@ -113,7 +113,7 @@ def test_a_signal_to_one_a_killed_one_and_other_counts_and_meshes_change_no_loss
     assert all(status in (LOST, -signal.SIGABRT) for i, status in enumerate(statuses) if i != 2), printed
     assert f"continuing after step {stopped.step}" in printed[0]
     for i in (0, 1, 3):
-        assert "process 2 of 4 is gone" in printed[i], printed[i]
+        assert "process 2 of 4 is gone" in printed[i] or "of 4 has lost another one" in printed[i], printed[i]
 
     statuses, printed = run(home, "run", 2, 1, "--resume", "mesh.data=2")
     assert statuses == [0, 0], printed
