@@ -229,7 +229,9 @@ def _attend(options: PathOptions, x: Leaves) -> Any:
     own = block_queries(options.block, _block_inputs(options, x), keys, moves)
     parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
     steps = [Climb(*chain, q) for chain, q in zip(chains, own["queries"], strict=False)]
-    carried = carry(keys["k16"], [s.runs for s in steps], levels, x["q"].dtype, interpret=options.interpret)
+    carried: list[Array] = []
+    if levels:
+        carried = carry(keys["k16"], [s.runs for s in steps], levels, x["q"].dtype, interpret=options.interpret)
     for level, step, k in zip(levels, steps, carried, strict=True):
         parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, step.q, k))
     o, lse = _merge(parts)
@@ -366,7 +368,7 @@ def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any,
 def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, dv: Any, dlse: Array) -> Leaves:
     """The cotangent of x. sums: the levels' parts; dv: of the values, from all levels, or None."""
     out: Leaves = dict.fromkeys(x)
-    out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_out"], "beta": _heads_first(grads["dbeta"])}
+    out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_sum"], "beta": _heads_first(grads["dbeta"])}
     out["v"] = (grads["dv"] if dv is None else grads["dv"] + dv).astype(x["v"].dtype)
     if x["params"] is not None:
         pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]

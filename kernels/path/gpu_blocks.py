@@ -29,7 +29,7 @@ Array = jax.Array
 BLOCK, HALF, BASE, CHUNK = 128, 64, 16, 32
 HALVES = (pl.ds(0, HALF), pl.ds(HALF, HALF))
 F16, F32 = jnp.float16, jnp.float32
-WARPS = {64: 8, 128: 4}  # by head_dim
+WARPS = {64: 4, 128: 8}  # by head_dim
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str,
         **{n: ("left half", rows(dim, length // 2), 1) for n in ("m16", "m_low")},
     }
     made |= call(partial(_blocks_body, interpret), grid, inputs, outputs, name="path_blocks")
-    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "k_half", "k16", "p")}
+    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "x_low", "k_half", "k16", "p")}
 
 
 # ---- Queries ----

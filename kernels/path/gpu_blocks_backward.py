@@ -23,14 +23,18 @@ from kernels.path.gpu_blocks import (
     WARPS,
     BlockOptions,
     Operand,
+    Split,
     at_left,
     barrier,
     dot,
+    dot3,
+    joined,
     launch,
     other_half,
     own_half,
     own_update,
     query_inputs,
+    split,
     triangle,
     weigh,
 )
@@ -59,6 +63,26 @@ class Scaled(NamedTuple):
         return dot(value, self.part, ta, tb) * self.size
 
 
+class Exact(NamedTuple):
+    """A gradient as two float16 parts, times a power of two: for sums in which large terms cancel."""
+
+    high: Array
+    low: Array
+    size: Array
+
+    @classmethod
+    def of(cls, x: Array) -> "Exact":
+        high, size = Scaled.of(x)
+        return cls(high, (x * (1 / size) - high.astype(F32)).astype(F16), size)
+
+    def under(self, value: Split, ta: bool = True) -> Array:
+        """valueᵀ · gradient, without ta value · gradient, the value in two parts as well."""
+        return dot3(value, (self.high, self.low), ta) * self.size
+
+    def times(self, value: Split, tb: bool = False) -> Array:
+        return dot3((self.high, self.low), value, tb=tb) * self.size
+
+
 # ---- Queries ----
 
 
@@ -84,47 +108,43 @@ def _rows_body(options: BlockOptions, refs: dict[str, Any]) -> None:
         barrier(options.interpret)
 
 
-def _tile_gradients(
-    options: BlockOptions, refs: dict[str, Any], rows: Any, cols: Any, content: Array, first: bool
-) -> Scaled:
-    """d(scaled content) of a tile; writes its part of dv, and of the gradients of bias and factors.
-
-    first: nothing has been added to the rows' (or, of dv and columns, the columns') sums before.
-    """
+def _tile_gradients(options: BlockOptions, refs: dict[str, Any], rows: Any, cols: Any, content: Array) -> Scaled:
+    """d(scaled content) of a tile; its part of the gradients of v, bias and factors is written, for the halves' own
+    tiles (rows is cols) added."""
     p, dlogits, bias = _weights(options, refs, rows, cols, content)
     do = refs["do"][rows, :]
-    dv = dot(p.astype(do.dtype), do, ta=True)
-    own = rows is cols
-    refs["dv"][cols, :] = dv if not own or rows is HALVES[1] else refs["dv"][cols, :] + dv
+
+    def write(name: str, at: Any, value: Array) -> None:
+        refs[name][at] = refs[name][at] + value if rows is cols else value
+
+    write("dv", (cols, slice(None)), dot(p.astype(do.dtype), do, ta=True))
     sharp = options.sharpen_bias and "sharpness" in refs
     dbias = dlogits * refs["sharpness"][rows][:, None] if sharp else dlogits
     if "hi" in refs:
-        columns = jnp.sum(dbias, axis=0)
-        refs["columns"][cols] = columns if not own or rows is HALVES[1] else refs["columns"][cols] + columns
+        write("columns", (cols,), jnp.sum(dbias, axis=0))
     if "dbias" in refs:
         refs["dbias"][rows, cols] = dbias
     if "sharpness" in refs:
         scaled = content if bias is None or not options.sharpen_bias else content + bias
-        total = jnp.sum(dlogits * scaled, axis=1)
-        refs["dsharpness"][rows] = total if first else refs["dsharpness"][rows] + total
+        write("dsharpness", (rows,), jnp.sum(dlogits * scaled, axis=1))
         dlogits = dlogits * refs["sharpness"][rows][:, None]
     return Scaled.of(dlogits * F32(options.scale))
 
 
-def _own_gradients(options: BlockOptions, refs: dict[str, Any], s: Any, add: bool, dcontent: Scaled) -> None:
-    """From d(content) of a half's own tile and `dleft`, the gradient of its queries at its left edge."""
+def _own_gradients(options: BlockOptions, refs: dict[str, Any], s: Any) -> None:
+    """A half's own tile, given `dleft`, the gradient of its queries at its left edge; adds to dv, du and dw."""
     here = partial(barrier, options.interpret)
     e = own_update(refs, s)
+    dcontent = _tile_gradients(options, refs, s, s, own_half(options, refs, s, e))
+    here()
     dleft = Scaled.of(refs["dleft"][s, :])
     refs["dz"][s, :] = -dcontent.under(e)
-    du = -dleft.under(e)
-    refs["du"][s, :] = refs["du"][s, :] + du if add else du
+    refs["du"][s, :] = refs["du"][s, :] - dleft.under(e)
     both = dcontent.times(refs["z16"][s, :], tb=True) + dleft.times(refs["u16"][s, :], tb=True)
     de = Scaled.of(jnp.where(triangle(HALF), -both, F32(0)))
     here()
     q = refs["q"][s, :].astype(F16)
-    dw = de.times(q, ta=True)
-    refs["dw"][s, :] = refs["dw"][s, :] + dw if add else dw
+    refs["dw"][s, :] = refs["dw"][s, :] + de.times(q, ta=True)
     refs["dk"][s, :] = dcontent.times(q, ta=True)
     here()
     dq = dcontent.times(refs["k"][s, :].astype(F16)) + de.times(refs["w16"][s, :]) + refs["dleft"][s, :]
@@ -132,11 +152,13 @@ def _own_gradients(options: BlockOptions, refs: dict[str, Any], s: Any, add: boo
     here()
 
 
-def _across(options: BlockOptions, refs: dict[str, Any], left: Array) -> None:
+def _across(options: BlockOptions, refs: dict[str, Any]) -> None:
     """The right half's queries and the left half's keys, and those queries on their way to the block's left edge."""
     top, bottom = HALVES
     here = partial(barrier, options.interpret)
-    dacross = _tile_gradients(options, refs, bottom, top, other_half(options, refs, left), first=False)
+    left = at_left(refs, bottom, own_update(refs, bottom))
+    here()
+    dacross = _tile_gradients(options, refs, bottom, top, other_half(options, refs, left))
     here()
     refs["dk_half"][...] = dacross.times(left, ta=True)
     dleft = dacross.times(refs["k_half"][top, :]) + refs["dq0"][bottom, :].astype(F32)
@@ -153,20 +175,21 @@ def _across(options: BlockOptions, refs: dict[str, Any], left: Array) -> None:
 
 def _backward_body(options: BlockOptions, refs: dict[str, Any]) -> None:
     top, bottom = HALVES
-    here = partial(barrier, options.interpret)
+    for name in ("dv", "dw", "du"):
+        refs[name][bottom, :] = jnp.zeros((HALF, refs[name].shape[1]), F32)
+    for name, at in (("columns", bottom), ("dsharpness", top)):
+        if name in refs:
+            refs[name][at] = jnp.zeros((HALF,), F32)
     if "dbias" in refs:
         refs["dbias"][top, bottom] = jnp.zeros((HALF, HALF), F32)
-    e = own_update(refs, bottom)
-    left = at_left(refs, bottom, e)
-    dcontent = _tile_gradients(options, refs, bottom, bottom, own_half(options, refs, bottom, e), first=True)
-    here()
-    _across(options, refs, left)
-    _own_gradients(options, refs, bottom, False, dcontent)
-    e = own_update(refs, top)
     refs["dleft"][top, :] = refs["dq0"][top, :].astype(F32)
-    dcontent = _tile_gradients(options, refs, top, top, own_half(options, refs, top, e), first=True)
-    here()
-    _own_gradients(options, refs, top, True, dcontent)
+    _across(options, refs)
+
+    def half(h: Array, carry: Array) -> Array:
+        _own_gradients(options, refs, pl.ds(h * HALF, HALF))
+        return carry
+
+    lax.fori_loop(0, 2, half, jnp.int32(0))
 
 
 def _backward_inputs(x: dict[str, Any], keys: dict[str, Array], back: dict[str, Array]) -> dict[str, Operand]:
@@ -229,31 +252,40 @@ def block_queries_backward(
 
 
 def _products_backward(interpret: bool, refs: dict[str, Any]) -> None:
-    """Through P = P₁ P₀, each I − WᵀU: adds to du and dw, which are written anew."""
+    """Through P = P₁ P₀, each I − WᵀU: du_all and dw_out are du and dw and that. With G = W dP, V = U dPᵀ, S = U₁ W₀ᵀ:
+
+    dU₀ −= G₀ − Sᵀ G₁,  dU₁ −= G₁ − G₁ U₀ᵀ W₀,  dW₀ −= V₀ − V₀ W₁ᵀ U₁,  dW₁ −= V₁ − S V₀
+    """
     top, bottom = HALVES
     here = partial(barrier, interpret)
     half = lambda name, s: refs[name][s, :].astype(F16)
-    most = jnp.max(jnp.abs(refs["dp"][...]))
-    size = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(most > 0, most, F32(1)))))
-    dp = lambda: Scaled((refs["dp"][...] * (1 / size)).astype(F16), size)
+
+    def own(h: Array, carry: Array) -> Array:
+        s = pl.ds(h * HALF, HALF)
+        dp = Scaled.of(refs["dp"][...])
+        g = dp.under(half("w", s), ta=False)
+        refs["du_all"][s, :] = refs["du"][s, :] - g
+        refs["dk_left"][s, :] = g
+        here()
+        v = dp.under(refs["u16"][s, :], ta=False, tb=True)
+        refs["dw_out"][s, :] = refs["dw"][s, :] - v
+        refs["dk_left"][s, :] = jnp.where(h == 0, v, refs["dk_left"][s, :])
+        here()
+        return carry
+
+    lax.fori_loop(0, 2, own, jnp.int32(0))
+    v0, g1 = (Scaled.of(refs["dk_left"][s, :]) for s in HALVES)
+    across = dot(refs["u16"][bottom, :], half("w", top), tb=True).astype(F16)
     here()
-    g1 = dp().under(half("w", bottom), ta=False)
-    g1_16 = Scaled.of(g1)
-    around = Scaled.of(g1_16.times(refs["u16"][top, :], tb=True))
-    refs["du_all"][bottom, :] = refs["du"][bottom, :] - g1 + around.times(half("w", top))
-    here()
-    s = dot(refs["u16"][bottom, :], half("w", top), tb=True).astype(F16)
-    g0 = dp().under(half("w", top), ta=False)
-    refs["du_all"][top, :] = refs["du"][top, :] - g0 + g1_16.under(s)
-    here()
-    v0 = dp().under(refs["u16"][top, :], ta=False, tb=True)
-    v0_16 = Scaled.of(v0)
-    around = Scaled.of(v0_16.times(half("w", bottom), tb=True))
-    refs["dw_out"][top, :] = refs["dw"][top, :] - v0 + around.times(refs["u16"][bottom, :])
-    here()
-    v1 = dp().under(refs["u16"][bottom, :], ta=False, tb=True)
-    refs["dw_out"][bottom, :] = refs["dw"][bottom, :] - v1 + v0_16.under(s, ta=False)
-    here()
+
+    def add(name: str, s: Any, value: Array) -> None:
+        refs[name][s, :] = refs[name][s, :] + value
+        here()
+
+    add("du_all", top, g1.under(across))
+    add("dw_out", bottom, v0.under(across, ta=False))
+    add("du_all", bottom, Scaled.of(g1.times(refs["u16"][top, :], tb=True)).times(half("w", top)))
+    add("dw_out", top, Scaled.of(v0.times(half("w", bottom), tb=True)).times(refs["u16"][bottom, :]))
 
 
 def _passage_backward(interpret: bool, refs: dict[str, Any]) -> None:
@@ -275,76 +307,72 @@ def _passage_backward(interpret: bool, refs: dict[str, Any]) -> None:
     here()
 
 
-def _transform_backward(interpret: bool, refs: dict[str, Any], s: Any) -> None:
+def _halves_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
     here = partial(barrier, interpret)
-    half = lambda name: refs[name][s, :].astype(F16)
+    half = lambda name: refs[name][...].astype(F16)
     strict = triangle(HALF, 1)
-    t = lambda: (refs["x16"][s, :].astype(F32) * refs["beta"][s][None, :]).astype(F16)
-    du, dk0 = Scaled.of(refs["du_all"][s, :]), Scaled.of(refs["dk_left"][s, :])
-    dw = refs["dw_out"][s, :] + du.under(t())
-    refs["dw_out"][s, :] = dw - dk0.under(refs["z16"][s, :], ta=False)
+    x = lambda: (refs["x16"][...], refs["x_low"][...])
+    t = lambda: split(joined(x()) * refs["beta"][...][None, :])
+    du, dk0 = Scaled.of(refs["du_all"][...]), Scaled.of(refs["dk_left"][...])
+    dw = refs["dw_out"][...] + du.under(t()[0])
+    refs["dw_sum"][...] = dw - dk0.under(refs["z16"][...], ta=False)
     here()
-    dz = Scaled.of(refs["dz"][s, :] - dk0.under(half("w"), ta=False, tb=True))
+    dz = Exact.of(refs["dz"][...] - dk0.under(half("w"), ta=False, tb=True))
     df = Scaled.of(jnp.where(strict, dz.under(t()), F32(0)))
-    dk = refs["dk_in"][s, :] + refs["dk_left"][s, :] + df.times(half("w"), ta=True)
-    refs["dk"][s, :] = dk.astype(refs["dk"].dtype)
+    dk = refs["dk_in"][...] + refs["dk_left"][...] + df.times(half("w"), ta=True)
+    refs["dk"][...] = dk.astype(refs["dk"].dtype)
     here()
-    refs["dw_out"][s, :] = refs["dw_out"][s, :] + df.times(half("k"))
+    refs["dw_sum"][...] = refs["dw_sum"][...] + df.times(half("k"))
     here()
     f = jnp.where(strict, dot(half("w"), half("k"), tb=True), F32(0)).astype(F16)
-    dt = Scaled.of(du.times(half("w"), tb=True) + dz.times(f, tb=True))
+    dt = Exact.of(du.times(half("w"), tb=True) + Scaled(dz.high, dz.size).times(f, tb=True))
     here()
-    dx = dt.under(refs["x16"][s, :])
-    beta = refs["beta"][s]
+    dx = dt.under(x())
+    beta = refs["beta"][...]
     # Both ways that beta acts (X D and L = D W Wᵀ) in one sum; apart, they nearly cancel for repeated tokens.
-    shares = dx * refs["x16"][s, :].astype(F32) * beta[None, :]
-    refs["dbeta"][s] = jnp.sum(jnp.where(triangle(HALF), shares, F32(0)), axis=1) / beta
-    dl = jnp.where(strict, -Scaled.of(dx).times(t(), tb=True), F32(0))
+    shares = dx * joined(x()) * beta[None, :]
+    refs["dbeta"][...] = jnp.sum(jnp.where(triangle(HALF), shares, F32(0)), axis=1) / beta
+    dl = jnp.where(strict, -Exact.of(dx).times(t(), tb=True), F32(0))
     dl16 = Scaled.of(dl * beta[:, None])
     here()
     w = half("w")
-    refs["dw_out"][s, :] = refs["dw_out"][s, :] + dl16.times(w) + dl16.times(w, ta=True)
+    refs["dw_sum"][...] = refs["dw_sum"][...] + dl16.times(w) + dl16.times(w, ta=True)
     here()
 
 
-def _keys_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
+def _blocks_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
     _products_backward(interpret, refs)
     _passage_backward(interpret, refs)
-
-    def half(h: Array, carry: Array) -> Array:
-        _transform_backward(interpret, refs, pl.ds(h * HALF, HALF))
-        return carry
-
-    lax.fori_loop(0, 2, half, jnp.int32(0))
 
 
 def block_keys_backward(
     k: Array, w: Array, beta: Array, keys: dict[str, Array], back: dict[str, Array], *, interpret: bool
 ) -> dict[str, Array]:
-    """Gradients of `block_keys`: dk (tokens, k's dtype), dw_out (tokens), dbeta (line).
+    """Gradients of `block_keys`: dk (tokens, k's dtype), dw_sum (tokens), dbeta (line).
 
     keys: its results. back, summed over query heads: dk_in (tokens), dw, du, dz (rows), dk_half from
     `block_queries_backward`; dk0 (tokens): of the keys at the right edge; dp, shaped as p.
     """
     batch, length, heads, dim = k.shape
-    inputs: dict[str, Operand] = {
-        "k": ("tokens", k, 1),
-        "w": ("tokens", w, 1),
-        "beta": ("line", beta, 1),
-        **{n: ("rows", keys[n], 1) for n in ("u16", "z16", "x16", "k_half")},
-        **{n: ("rows", back[n], 1) for n in ("dw", "du", "dz")},
+    rows = lambda names, arrays: {n: ("rows", arrays[n], 1) for n in names}
+    wide = jax.ShapeDtypeStruct((batch, heads, length, dim), F32)
+    call = partial(launch, warps=WARPS[dim], interpret=interpret)
+    own: dict[str, Operand] = {"w": ("tokens", w, 1)}
+    inputs = own | rows(("u16", "k_half"), keys) | rows(("dw", "du"), back)
+    inputs |= {
         "dk_half": ("left half", back["dk_half"], 1),
-        "dk_in": ("tokens", back["dk_in"], 1),
         "dk0": ("tokens", back["dk0"], 1),
         "dp": ("square", back["dp"], 1),
     }
-    outputs: dict[str, Operand] = {
+    outputs: dict[str, Operand] = dict.fromkeys(("du_all", "dw_out", "dk_left"), ("rows", wide, 1))
+    grid, body = (batch, heads, length // BLOCK), partial(_blocks_backward_body, interpret)
+    made = call(body, grid, inputs, outputs, name="path_blocks_backward")
+    inputs = own | rows(("z16", "x16", "x_low"), keys) | rows(("dz",), back) | rows(outputs, made)
+    inputs |= {"k": ("tokens", k, 1), "beta": ("line", beta, 1), "dk_in": ("tokens", back["dk_in"], 1)}
+    outputs = {
         "dk": ("tokens", jax.ShapeDtypeStruct(k.shape, k.dtype), 1),
-        "dw_out": ("tokens", jax.ShapeDtypeStruct(w.shape, F32), 1),
+        "dw_sum": ("tokens", jax.ShapeDtypeStruct(w.shape, F32), 1),
         "dbeta": ("line", jax.ShapeDtypeStruct(beta.shape, F32), 1),
-        **{n: ("rows", jax.ShapeDtypeStruct((batch, heads, length, dim), F32), 1) for n in ("du_all", "dk_left")},
     }
-    grid, name = (batch, heads, length // BLOCK), "path_block_keys_backward"
-    body = partial(_keys_backward_body, interpret)
-    made = launch(body, grid, inputs, outputs, name=name, warps=WARPS[dim], interpret=interpret)
-    return {n: made[n] for n in ("dk", "dw_out", "dbeta")}
+    grid, body = (batch, heads, length // HALF), partial(_halves_backward_body, interpret)
+    return call(body, grid, inputs, outputs, name="path_block_halves_backward", size=HALF)
