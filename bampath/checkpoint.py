@@ -166,8 +166,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, distributed.LostError):
-            return  # a save that is under way waits for a process that is gone
+        if error is not None and distributed.several():
+            return  # a save that is under way waits for the others, which may wait for this one
         try:
             self.close()
         except SaveError as second:

@@ -1,6 +1,6 @@
-"""One of several processes that make batches together and check them:
+"""One of two processes that make batches together and check them:
 
-python -m tests.scale.rows COORDINATOR PROCESSES PROCESS SOURCE CACHE MESH …
+python -m tests.scale.rows COORDINATOR PROCESS SOURCE CACHE MESH …
 
 For every MESH ("mesh.data=2,mesh.tensor=2") it asserts that the global array is the whole batch that one process makes
 alone, in three steps and in the held-out text, and prints the rows that it made itself as a line of JSON.
@@ -22,8 +22,8 @@ def gathered(array):
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def main(coordinator, processes, process, source, cache, *meshes):
-    distributed.join(coordinator, int(processes), int(process))
+def main(coordinator, process, source, cache, *meshes):
+    distributed.join(coordinator, 2, int(process))
     for mesh in meshes:
         config = small(f"data.source={source}", f"data.cache_dir={cache}", "data.batch_size=8", *mesh.split(","))
         rows = sharding.local_rows(sharding.mesh_of(config), 8)

@@ -43,12 +43,16 @@ def last_ones(arguments):
     return list({entry.partition("=")[0]: entry for entry in arguments}.values())
 
 
+def free_address():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
 def start(home, folder, count, devices, *arguments, moments=None, each=None):
     """`count` processes of `experiments.train` with so many devices each; moments: {process: see tests.train.killed},
     each: {process: overrides of its own}."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{found.getsockname()[1]}"
+    coordinator = free_address()
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
@@ -134,21 +138,33 @@ def test_process_0_is_killed_during_a_save_and_one_process_goes_on_alone(home):
     assert_same_run(home, "saving")
 
 
+def together(module, devices, *arguments):
+    """(exit statuses, what each printed) of two processes of a module here, given COORDINATOR PROCESS arguments."""
+    command = [sys.executable, "-m", module, free_address()]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    running = [subprocess.Popen([*command, str(i), *arguments], env=environment, **options) for i in range(2)]
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    return [process.returncode for process in running], printed
+
+
 def test_rows_are_made_once_unless_devices_of_two_processes_hold_them(home):
     meshes = ["mesh.data=4", "mesh.data=2,mesh.tensor=2", "mesh.fsdp=2,mesh.context=2", "mesh.context=4"]
     shares = [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3 + [[list(range(8))] * 2]
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{found.getsockname()[1]}"
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, "-m", "tests.scale.rows", coordinator, "2"]
-    more = [home / "text", home / "cache", *meshes]
-    running = [subprocess.Popen([*command, str(i), *more], env=environment, **options) for i in range(2)]
-    printed = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], printed
+    statuses, printed = together("tests.scale.rows", 2, home / "text", home / "cache", *meshes)
+    assert statuses == [0, 0], printed
     made = [[json.loads(line[5:]) for line in text.splitlines() if line.startswith("ROWS ")] for text in printed]
     assert [list(pair) for pair in zip(*made, strict=True)] == shares
+
+
+def test_an_error_in_one_ends_both_although_a_save_is_under_way(home):
+    overrides = last_ones([*OVERRIDES, *places(home), "mesh.data=2", "train.save_every=2", "train.eval_every=2"])
+    since = time.monotonic()
+    statuses, printed = together("tests.scale.hook", 1, home / "hook", *overrides)
+    assert time.monotonic() - since < 90
+    assert statuses == [LOST, 9], printed
+    assert "the hook of process 1 failed" in printed[1]
+    assert "process 1 of 2 is gone" in printed[0] or "process 0 of 2 has lost another one" in printed[0]
 
 
 def test_processes_that_were_started_differently_refuse_and_leave_nothing(home):
@@ -163,7 +179,7 @@ def test_one_that_is_refused_ends_the_others(home):
     statuses, printed = run(home, "refused", 2, 1, "mesh.data=2", each={1: ["data.source=nowhere"]})
     assert statuses == [LOST, 2], printed
     assert "nowhere" in printed[1]
-    assert "process 1 of 2 is gone" in printed[0]
+    assert "process 1 of 2 is gone" in printed[0] or "process 0 of 2 has lost another one" in printed[0]
 
 
 def test_a_loss_that_is_not_finite_ends_all_alike_and_keeps_the_last_sound_state(home):
