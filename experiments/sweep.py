@@ -112,7 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from experiments.sweep_report import report, write_figures
 
     for group in groups:
-        rows += run_group(group, out, stop)
+        try:
+            rows += run_group(group, out, stop)
+        except (ValueError, OSError) as error:
+            print(f"error: {group.slug}: {error}", file=sys.stderr)
+            return 2
         write_results(out / "results.json", environment(), rows, sweep=spec_json(spec))
         if stop.by:
             print(f"stopped; continue with python -m experiments.sweep --resume --out {out}")

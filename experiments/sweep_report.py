@@ -83,9 +83,12 @@ def axis_figure(rows: Sequence[Row], key: str, others: Sequence[str]) -> Figure:
             look: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             axes.plot(list(means), list(means.values()), label=", ".join(label) or "mean", **look)
             axes.scatter([x for x, _ in points], [y for _, y in points], s=10, alpha=0.5, color=look["color"])
-        values = [float(row["values"][key]) for row in rows]
-        if min(values) > 0 and max(values) / min(values) >= 8:
+        written = {float(row["values"][key]): row["values"][key] for row in rows}
+        values = sorted(written)
+        if values[0] > 0 and values[-1] / values[0] >= 8:
             axes.set_xscale("log")
+            axes.minorticks_off()
+        axes.set_xticks(values, [written[value] for value in values])
         axes.set(xlabel=key, ylabel="validation loss")
         axes.legend()
     return figure

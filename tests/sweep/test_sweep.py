@@ -82,7 +82,7 @@ def assert_close(member: Path, alone: Path) -> None:
 
 
 def test_a_member_is_the_run_alone(alone: Path, swept: tuple[Path, list]):
-    """Bit for bit but for what the suite's compiler flags change; see the slow test of the commands."""
+    """Exactly so at first; later within what another order of sums and other choices of the compiler make."""
     member = swept[0] / "members" / "seed-1_lr-3e-3"
     assert_close(member, alone)
     first = [next(iter(records(run))) for run in (member, alone)]
@@ -254,34 +254,22 @@ def test_structures_are_groups_of_their_own(spec: Spec):
 
 
 @pytest.mark.slow
-def test_commands_agree_bit_for_bit(spec: Spec, tmp_path: Path):
-    """With ordinary compiler flags a member on a device of its own is the run alone, in every loss and parameter."""
+def test_the_commands_agree(spec: Spec, tmp_path: Path):
+    """With the compiler's ordinary flags, in processes of their own."""
     environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    keys = [*spec.overrides, "train.steps=20"]
-    keys.remove("train.steps=4")
     run = lambda *more: subprocess.run([sys.executable, "-m", *more], cwd=ROOT, env=environ, check=True, timeout=280)
-    run("experiments.sweep", "--config", "tiny", *keys, "--vary", "seed=0..2", "--out", str(tmp_path / "sweep"))
-    alone = ("train.seed=2", "data.seed=2", "--run-dir", str(tmp_path / "alone"))
-    run("experiments.train", "--config", "tiny", *keys, *alone)
-    member = tmp_path / "sweep/members/seed-2"
-    assert records(member) == records(tmp_path / "alone")
-    for a, b in zip(arrays(member), arrays(tmp_path / "alone"), strict=True):
-        np.testing.assert_array_equal(a, b)
+    common = ("--config", "tiny", *spec.overrides)
+    run("experiments.sweep", *common, "--vary", "seed=0..2", "--out", str(tmp_path / "sweep"))
+    run("experiments.train", *common, "train.seed=2", "data.seed=2", "--run-dir", str(tmp_path / "alone"))
+    assert_close(tmp_path / "sweep/members/seed-2", tmp_path / "alone")
 
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_to_the_same_results(spec: Spec, tmp_path: Path):
     """kill −9 of the command; --resume ends with the results of a sweep that was never stopped, bit for bit."""
-    keys = [
-        *spec.overrides,
-        "train.steps=300",
-        "train.save_every=20",
-        "--vary",
-        "seed=0..2",
-        "--structure",
-        "position=rope,bam",
-    ]
-    keys = [key for key in keys if key not in ("train.steps=6", "train.save_every=2", "position=bam+ssmax")]
+    changed = ("train.steps", "train.save_every", "position")
+    keys = [key for key in spec.overrides if key.partition("=")[0] not in changed]
+    keys += ["train.steps=300", "train.save_every=20", "--vary", "seed=0..2", "--structure", "position=rope,bam"]
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
     start = lambda *more: subprocess.Popen(
         [sys.executable, "-m", "experiments.sweep", *more], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL
