@@ -67,7 +67,9 @@ def _options(call: PathCall, wide: int, interpret: bool) -> PathOptions:
     from kernels.attention.mosaic_gpu_spec import Tiles
 
     log_prior = None if call.prior is None else call.prior.log_prior
-    queries = "2x128x2" if wide == 64 and call.gates is None else "2x64x2"
+    light = wide == 64 and call.gates is None
+    queries = "2x128x2" if light else "2x64x2"
+    keys = "3x64x2" if light and call.segments is None else "2x64x2"  # segments are looked up by aligned blocks
     attention = Options(
         log_prior=log_prior,
         scale=call.scale,
@@ -75,7 +77,7 @@ def _options(call: PathCall, wide: int, interpret: bool) -> PathOptions:
         window=None,
         sharpen_prior=call.sharpen_prior,
         lengths=(0, 0),
-        tiles=(Tiles.parse("2x128x2"), Tiles.parse(queries), Tiles.parse("2x64x2")),
+        tiles=(Tiles.parse("2x128x2"), Tiles.parse(queries), Tiles.parse(keys)),
     )
     levels = plan_levels(call.q.shape[1], BLOCK)
     return PathOptions(levels, attention, log_prior, call.scale, call.sharpen_prior, interpret)

@@ -17,7 +17,7 @@ from kernels.attention import mosaic_gpu_fused as fused
 from kernels.attention.mosaic_gpu_forward import forward
 from kernels.attention.mosaic_gpu_fused import Leaves, Options
 from kernels.attention.mosaic_gpu_spec import LOG2E, Spec, Tiles
-from kernels.path.levels import Level, fold, pair_of
+from kernels.path.levels import Level, fold
 
 Array = jax.Array
 
@@ -39,16 +39,25 @@ class LevelSpec(Spec):
         return lax.div(child * (child - 1), jnp.int32(2)) * self.level.size
 
     def key_blocks(self, tiles: Tiles) -> int:
-        return self.level.stored // tiles.rows
+        return sum(self._blocks_of(a, tiles) for a in range(1, self.level.radix))
+
+    def _blocks_of(self, a: int, tiles: Tiles) -> int:
+        """Blocks of the keys of child a, which lie in one piece; the last one ends where they end."""
+        return -(-a * self.level.size // tiles.rows)
 
     def key_block(self, block: Array, tiles: Tiles) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
-        per_child = self.level.size // tiles.rows
-        number = lax.div(block, jnp.int32(per_child))
-        a, child = pair_of(number, self.level.radix)
-        first = child * self.level.size + (block - number * per_child) * tiles.rows
-        tiles_of_child = self.level.size // tiles.step
-        start, stop = a * tiles_of_child, (a + 1) * tiles_of_child
-        return first, block * tiles.rows, (start, start, stop, stop)
+        size, zero = self.level.size, block * 0
+        a, number, before = zero + 1, block, 0
+        for child in range(2, self.level.radix):
+            count = self._blocks_of(child - 1, tiles)
+            before += count
+            later = (block >= before).astype(jnp.int32)
+            a, number = a + later, number - later * count
+        first = lax.min(number * tiles.rows, a * size - tiles.rows)
+        stored = lax.div(a * (a - 1), jnp.int32(2)) * size + first
+        per_child = size // tiles.step
+        start, stop = a * per_child, (a + 1) * per_child
+        return first, stored, (start, start, stop, stop)
 
     @property
     def padded_stored(self) -> int:
@@ -80,7 +89,10 @@ def _leaves(x: Leaves, level: Level, q: Array, keys: Array) -> Leaves:
 
 
 def _options(options: Options, level: Level) -> Options:
-    return replace(options, lengths=(level.parent, level.parent))
+    forward, queries, keys = options.tiles
+    if keys.rows > level.size:
+        keys = replace(keys, groups=level.size // 64)
+    return replace(options, lengths=(level.parent, level.parent), tiles=(forward, queries, keys))
 
 
 def level_forward(options: Options, x: Leaves, level: Level, q: Array, keys: Array) -> tuple[Array, Array]:

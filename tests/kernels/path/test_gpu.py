@@ -47,6 +47,32 @@ def test_pairs_are_numbered_by_the_queries_child() -> None:
     np.testing.assert_array_equal(np.stack([a, c], 1), pairs)
 
 
+@MOSAIC
+@pytest.mark.parametrize(("radix", "size", "tiles"), [(4, 128, "2x64x2"), (8, 512, "3x64x2"), (2, 512, "3x64x2")])
+def test_blocks_of_keys_cover_the_pairs(radix: int, size: int, tiles: str) -> None:
+    """Every carried key is in a block; a block has the keys of one child of queries, and exactly that child's queries."""
+    from kernels.attention.mosaic_gpu_spec import Tiles
+    from kernels.path.gpu_levels import LevelSpec
+
+    level, cut = Level(radix, size), Tiles.parse(tiles)
+    spec = object.__new__(LevelSpec)
+    object.__setattr__(spec, "level", level)
+    owner = np.zeros(level.stored, int)
+    for block in range(spec.key_blocks(cut)):
+        first, stored, (start, full, full_stop, stop) = map_ints(spec.key_block(jnp.int32(block), cut))
+        a = start * cut.step // size
+        assert (start, stop) == (full, full_stop) == (a * size // cut.step, (a + 1) * size // cut.step)
+        assert 0 <= first <= a * size - cut.rows
+        assert stored - first == a * (a - 1) // 2 * size
+        owner[stored : stored + cut.rows] = a
+    want = [a for a in range(1, radix) for _ in range(a * size)]
+    np.testing.assert_array_equal(owner, want)
+
+
+def map_ints(tree: Any) -> Any:
+    return jax.tree.map(int, tree)
+
+
 def test_memory_per_token_does_not_grow() -> None:
     """Carried keys of a level, the largest temporary, are at most 3.5 times the keys at any length."""
     assert all(level.stored <= 3.5 * level.parent for n in range(8, 21) for level in plan_levels(2**n, 128))
