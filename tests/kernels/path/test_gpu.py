@@ -50,7 +50,7 @@ def test_pairs_are_numbered_by_the_queries_child() -> None:
 @MOSAIC
 @pytest.mark.parametrize(("radix", "size", "tiles"), [(4, 128, "2x64x2"), (8, 512, "3x64x2"), (2, 512, "3x64x2")])
 def test_blocks_of_keys_cover_the_pairs(radix: int, size: int, tiles: str) -> None:
-    """Every carried key is in a block; a block has the keys of one child of queries, and exactly that child's queries."""
+    """Every carried key is in a block; a block has keys of one child of queries, and that child's queries exactly."""
     from kernels.attention.mosaic_gpu_spec import Tiles
     from kernels.path.gpu_levels import LevelSpec
 
