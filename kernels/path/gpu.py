@@ -181,8 +181,8 @@ def _betas(x: Leaves) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Climb:
-    """What a level starts from: the products p of its children, those of their runs and left (`gpu_products.runs`), and
-    its queries [B, T, H, D] at the left edges of the children, in their own dtype."""
+    """What a level starts from: the products p of its children (float16), those of their runs and left
+    (`gpu_products.runs`), and its queries [B, T, H, D] at the left edges of the children, in their own dtype."""
 
     p: Array
     runs: Array
@@ -190,14 +190,14 @@ class Climb:
     q: Array
 
 
-def _chains(options: PathOptions, p: Array) -> list[tuple[Array, Array, Array]]:
+def _chains(options: PathOptions, p: tuple[Array, Array]) -> list[tuple[Array, Array, Array]]:
     """(p, runs, left) of all levels, from the products of the blocks."""
     from kernels.path.gpu_products import runs
 
     out: list[tuple[Array, Array, Array]] = []
     for n, level in enumerate(options.levels):
         made, left, whole = runs(p, level, n == len(options.levels) - 1, options.interpret)
-        out.append((p, made, left))
+        out.append((p[0], made, left))
         p = whole
     return out
 
@@ -223,7 +223,7 @@ def _attend(options: PathOptions, x: Leaves) -> Any:
     from kernels.path.gpu_moves import carry
 
     keys = _keys(options, x)
-    chains, levels = _chains(options, keys["p"]), options.levels
+    chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels
     moves = [
         (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))
         for level, (_, _, left) in zip(levels[:-1], chains, strict=False)
@@ -242,6 +242,7 @@ def _attend(options: PathOptions, x: Leaves) -> Any:
 
 def _forward(options: PathOptions, x: Leaves) -> Any:
     (o, lse), keys, steps = _attend(options, x)
+    keys = {n: keys[n] for n in keys if n not in ("p16", "p_low")}
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (o, lse), (x, keys, steps, o, lse)
 
@@ -352,7 +353,8 @@ def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any,
     if back["dq0"] is None:  # a row of one block
         back["dq0"] = jnp.zeros(x["q"].shape, jnp.bfloat16)
         back["dk0"] = jnp.zeros(x["k"].shape, jnp.bfloat16)
-        back["dp"] = jnp.zeros(keys["p"].shape, jnp.float32)
+        batch, length, _, dim = x["k"].shape
+        back["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), jnp.float32)
     grads = block_queries_backward(options.block, blocks, keys, back, x["params"] is not None)
 
     def per_key_head(g: Array, axis: int) -> Array:

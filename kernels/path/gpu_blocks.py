@@ -211,13 +211,14 @@ def _blocks_body(interpret: bool, refs: dict[str, Any]) -> None:
 
     p = identity(refs["w"].shape[1])
     p = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, 0, "u16", "u_low"), p)
-    refs["p"][...] = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, HALF, "m16", "m_low"), p)
+    p = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, HALF, "m16", "m_low"), p)
+    refs["p16"][...], refs["p_low"][...] = split(p)
 
 
 def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str, Array]:
     """What a block's keys leave behind: w16, u16 [B, K, T, D], z16, x16 [B, K, T, 64] of its halves and k_half
     [B, K, T, D], their keys at their own right edges, float16; k16 [B, T, K, D] float16, the keys at the block's right
-    edge; p [B, K, T / 128, D, D] float32.
+    edge; p16 + p_low [B, K, T / 128, D, D] float16.
 
     k: tokens; w: tokens, float32; beta: line, float32.
     """
@@ -231,13 +232,15 @@ def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str,
     made = call(body, grid, inputs, outputs, name="path_block_halves", size=HALF)
     grid = (batch, heads, length // BLOCK)
     inputs = {"w": inputs["w"]} | {n: ("rows", made[n], 1) for n in ("u16", "u_low", "k_half")}
+    square = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F16)
     outputs = {
         "k16": ("tokens", jax.ShapeDtypeStruct(k.shape, F16), 1),
-        "p": ("square", jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F32), 1),
+        "p16": ("square", square, 1),
+        "p_low": ("square", square, 1),
         **{n: ("left half", rows(dim, length // 2), 1) for n in ("m16", "m_low")},
     }
     made |= call(partial(_blocks_body, interpret), grid, inputs, outputs, name="path_blocks")
-    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "x_low", "k_half", "k16", "p")}
+    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "x_low", "k_half", "k16", "p16", "p_low")}
 
 
 # ---- Queries ----

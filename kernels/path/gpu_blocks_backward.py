@@ -351,7 +351,7 @@ def block_keys_backward(
     """Gradients of `block_keys`: dk (tokens, k's dtype), dw_sum (tokens), dbeta (line).
 
     keys: its results. back, summed over query heads: dk_in (tokens), dw, du, dz (rows), dk_half from
-    `block_queries_backward`; dk0 (tokens): of the keys at the right edge; dp, shaped as p.
+    `block_queries_backward`; dk0 (tokens): of the keys at the right edge; dp: of the products.
     """
     batch, length, heads, dim = k.shape
     rows = lambda names, arrays: {n: ("rows", arrays[n], 1) for n in names}

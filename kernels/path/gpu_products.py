@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.path.gpu_blocks import F16, F32, WARPS, dot3, identity
+from kernels.path.gpu_blocks import F16, F32, WARPS, Split, dot3, identity, joined, split
 from kernels.path.gpu_blocks_backward import Scaled
 from kernels.path.levels import Level
 
@@ -30,29 +30,29 @@ def _specs(kinds: list[int | None], chains: int, dim: int) -> list[pl.BlockSpec]
     return out
 
 
-def runs(p: Array, level: Level, top: bool, interpret: bool) -> tuple[Array, Array, Array]:
-    """(runs float16 [B, K, parents, n, D, D], left float16 [B, K, parents, radix, D, D], whole float32).
+def runs(p: Split, level: Level, top: bool, interpret: bool) -> tuple[Array, Array, Split]:
+    """(runs float16 [B, K, parents, n, D, D], left float16 [B, K, parents, radix, D, D], whole like p).
 
-    p [B, K, parents · radix, D, D] float32. n counts the runs of children 1 … radix; at the top level the last radix
-    of them, left and whole are not written.
+    p [B, K, parents · radix, D, D] in two float16 parts. n counts the runs of children 1 … radix; at the top level the
+    last radix of them, left and whole are not written.
     """
-    batch, heads, _, dim, _ = p.shape
+    batch, heads, _, dim, _ = p[0].shape
     r = level.radix
-    p = p.reshape(batch, heads, -1, r, dim, dim)
-    parents, chains = p.shape[2], r - 1 if top else r
+    grouped = [x.reshape(batch, heads, -1, r, dim, dim) for x in p]
+    parents, chains = grouped[0].shape[2], r - 1 if top else r
     count = level.pairs if top else level.pairs + r
 
-    def body(p_ref: Any, runs_ref: Any, left_ref: Any, whole_ref: Any) -> None:
+    def body(p_ref: Any, low_ref: Any, runs_ref: Any, left_ref: Any, whole_ref: Any, whole_low_ref: Any) -> None:
         a = lax.rem(pl.program_id(2), jnp.int32(chains)) + 1
         first = lax.div(a * (a - 1), jnp.int32(2))
 
         def step(n: Array, run: Array) -> Array:
             c = a - 2 - n
             runs_ref[first + c] = run.astype(F16)
-            return dot3(run, p_ref[c])
+            return dot3(run, (p_ref[c], low_ref[c]))
 
         runs_ref[first + a - 1] = identity(dim).astype(F16)
-        run = lax.fori_loop(0, a - 1, step, p_ref[a - 1])
+        run = lax.fori_loop(0, a - 1, step, joined((p_ref[a - 1], low_ref[a - 1])))
         if not top:
 
             @pl.when(a < r)
@@ -62,26 +62,27 @@ def runs(p: Array, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
             @pl.when(a == r)
             def _whole() -> None:
                 left_ref[0] = identity(dim).astype(F16)
-                whole_ref[...] = run
+                whole_ref[...], whole_low_ref[...] = split(run)
 
     shape = lambda n, dtype: jax.ShapeDtypeStruct((batch, heads, parents, *n, dim, dim), dtype)
-    return pl.pallas_call(
+    made, left, high, low = pl.pallas_call(
         body,
         grid=(batch, heads, parents * chains),
-        in_specs=_specs([r], chains, dim),
-        out_specs=_specs([count, r, None], chains, dim),
-        out_shape=(shape((count,), F16), shape((r,), F16), shape((), F32)),
+        in_specs=_specs([r, r], chains, dim),
+        out_specs=_specs([count, r, None, None], chains, dim),
+        out_shape=(shape((count,), F16), shape((r,), F16), shape((), F16), shape((), F16)),
         compiler_params=pltriton.CompilerParams(num_warps=WARPS[dim], num_stages=1),
         interpret=interpret,
         name="path_runs",
-    )(p)
+    )(*grouped)
+    return made, left, (high, low)
 
 
 def runs_backward(
     p: Array, made: Array, druns: Array, above: tuple[Array, Array, Array] | None, level: Level, interpret: bool
 ) -> Array:
     """Gradient in p, shaped like it, from those of `runs`: druns of the pairs; above, None at the top level: of the
-    last radix runs, of left and of whole.
+    last radix runs, of left and of whole. p: the first of its two parts.
 
     Chain a hands Γ back from its end: dP_c += R_acᵀ Γ, Γ ← Γ P_cᵀ + dR_ac for c = 0 … a − 1. Chains write their parts
     apart, which are then added in a fixed order.
@@ -108,7 +109,7 @@ def runs_backward(
             own = druns_ref[jnp.minimum(first + c, level.pairs - 1)]
             if not top:
                 own = jnp.where(a < r, own, refs[0][c])
-            return scaled.times(p_ref[c].astype(F16), tb=True) + own
+            return scaled.times(p_ref[c], tb=True) + own
 
         lax.fori_loop(0, a, step, start)
 
