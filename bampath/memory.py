@@ -27,24 +27,32 @@ _WORKING_SHARE, _SAVED_SHARE = 0.6, 0.5
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device. state: parameters and moments; gradients; saved: kept from the forward for the backward
-    pass; working: one layer's arrays while its backward pass runs; loss: logits of a chunk and what is made of them;
-    gathered: copies of what is cut over fsdp, where it is used."""
+    """Bytes on each device.
+
+    state: parameters and moments; gradients; accumulated: their sum over the parts of a step; saved: kept from the
+    forward for the backward pass; working: one layer's arrays while its backward pass runs; loss: logits of a chunk;
+    head and gathered: copies of what is cut over fsdp, where it is used, of the head and of all that is used at a time.
+    """
 
     state: int
     gradients: int
     saved: int
     working: int
     loss: int
+    head: int
     gathered: int
     accumulated: int
 
     @property
     def total(self) -> int:
-        """At the worst moment: at the beginning of the backward pass, in the loss or in the last layer, or at its end,
-        when what was saved is gone and gradients are there."""
-        beginning = self.saved + max(self.loss, self.working)
-        return self.state + self.accumulated + self.gathered + max(beginning, self.gradients)
+        """At the worst of three moments: in the loss, in the last layer's backward pass, and at the end of the backward
+        pass, when what was saved is gone and gradients are there."""
+        moments = (
+            self.saved + self.loss + self.head,
+            self.saved + self.working + self.gathered,
+            self.gradients + self.gathered,
+        )
+        return self.state + self.accumulated + max(moments)
 
     def __str__(self) -> str:
         parts = {
@@ -53,7 +61,7 @@ class Memory:
             "gradients": self.gradients,
             "saved": self.saved,
             "one layer": self.working,
-            "loss": self.loss,
+            "loss": self.loss + self.head,
             "gathered": self.gathered,
         }
         return ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
@@ -72,6 +80,7 @@ def estimate(config: Config, declared: Declared, mesh: Mesh | None) -> Memory:
     model, local = config.model, local_config(config)
     per_row = saved_bytes(local, model.remat)
     whole_row = per_row if model.remat == "none" else saved_bytes(local, "none")
+    head, gathered = _gathered_bytes(config, declared)
     share = _SAVED_SHARE if model.remat == "none" else 1.0
     return Memory(
         state=sum(map(_local_bytes, jax.tree.leaves(state))),
@@ -80,7 +89,8 @@ def estimate(config: Config, declared: Declared, mesh: Mesh | None) -> Memory:
         saved=round(share * per_row * rows),
         working=round(_WORKING_SHARE * whole_row * rows / model.layers),
         loss=loss_bytes(local, rows),
-        gathered=_gathered_bytes(config, declared),
+        head=head,
+        gathered=gathered,
     )
 
 
@@ -139,22 +149,21 @@ def _saved(config: Config, rows: int, remat: Any) -> list[Any]:
 
 
 def loss_bytes(config: Config, rows: int) -> int:
-    """Logits of a chunk of tokens in float32 with their gradient in the compute type, and the head's gradient."""
-    model, train = config.model, config.train
-    tokens = min(max(train.loss_chunk, rows), rows * config.data.sequence_length)
-    width = jnp.dtype(model.dtype).itemsize
-    return tokens * model.vocab_size * (4 + width)
+    """Logits of a chunk of tokens in float32."""
+    tokens = min(max(config.train.loss_chunk, rows), rows * config.data.sequence_length)
+    return 4 * tokens * config.model.vocab_size
 
 
-def _gathered_bytes(config: Config, declared: Declared) -> int:
-    """With fsdp: embedding and head whole, in the compute type and as a float32 gradient, and the same of two layers
-    (one at work, one on its way)."""
+def _gathered_bytes(config: Config, declared: Declared) -> tuple[int, int]:
+    """With fsdp, the whole of the head, and of what is used at one time (head, embedding, and two layers, one at work
+    and one on its way): a copy in the compute type and a gradient in float32."""
     model, mesh = config.model, config.mesh
     if mesh.fsdp == 1:
-        return 0
-    tables = 2 * model.vocab_size * model.dim
-    layer = (declared.count - tables) // model.layers
-    return (tables + 2 * layer) // mesh.tensor * (jnp.dtype(model.dtype).itemsize + 4)
+        return 0, 0
+    table = model.vocab_size * model.dim
+    layer = (declared.count - 2 * table) // model.layers
+    each = lambda count: count // mesh.tensor * (jnp.dtype(model.dtype).itemsize + 4)
+    return each(table), each(2 * table + 2 * layer)
 
 
 def _bytes(leaf: Any) -> int:

@@ -56,15 +56,13 @@ def test_the_state_is_exact():
     assert estimated(config).state == sum(shards)
 
 
-def test_the_estimate_without_recomputation_errs_on_the_safe_side():
-    """`launch.compile --topology v5e:2x2` (libtpu of JAX 0.10.2) placed 1,466,019,840 bytes."""
-    config = configs.get(
-        *("bam-120m", "model.layers=4", "position=rope", "model.remat=none", "data.batch_size=64", "mesh.fsdp=4"),
-        "train.accumulate=1",
-    )
-    found = estimated(config)
-    assert 1.0 < found.total / 1_466_019_840 < 1.5
-    assert preflight.verdict(found, 1_466_019_840) is None
+@pytest.mark.parametrize(("remat", "placed"), [("none", 1_466_019_840), ("attention", 1_012_118_528)])
+def test_the_estimate_of_a_small_model_is_near_too(remat, placed):
+    """`launch.compile --topology v5e:2x2 --no-search` with these keys (libtpu of JAX 0.10.2) placed so many bytes."""
+    keys = ["model.layers=4", "position=rope", f"model.remat={remat}", "data.batch_size=64", "mesh.fsdp=4"]
+    found = estimated(configs.get("bam-120m", *keys, "train.accumulate=1"))
+    assert 0.9 < found.total / placed < 1.15
+    assert preflight.verdict(found, placed) is None
 
 
 def test_deep_models_are_traced_for_two_periods_only():
@@ -86,11 +84,12 @@ def test_what_is_saved_with_full_recomputation_is_the_stream_and_the_loss():
 
 
 def test_verdicts_leave_room_for_error():
-    needed = Memory(state=400, gradients=300, saved=500, working=100, loss=50, gathered=0, accumulated=0)
+    needed = Memory(state=400, gradients=300, saved=500, working=100, loss=50, head=0, gathered=0, accumulated=0)
     assert needed.total == 1000
-    limits = {None: None, 649: False, 650: None, 1299: None, 1300: True}
+    limits = {None: None, 849: False, 850: None, 1399: None, 1400: True}
     assert {limit: preflight.verdict(needed, limit) for limit in limits} == limits
     assert replace(needed, gradients=700, accumulated=700).total == 400 + 700 + 700
+    assert replace(needed, head=60, gathered=20).total == 400 + 500 + max(50 + 60, 100 + 20)
     assert "IT DOES NOT FIT (state" in preflight.in_words(needed, 100, False)
     assert "TOO CLOSE TO TELL" in preflight.in_words(needed, 1000, None)
 
