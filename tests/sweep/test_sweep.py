@@ -167,7 +167,6 @@ def small(*keys: str) -> config.Config:
     ("keys", "same"),
     [
         ("position=bam(init=laplace)+ssmax", True),
-        ("model.init=normal", True),
         ("position=rope", False),
         ("optim.weight_decay=0.3", False),
     ],
