@@ -31,7 +31,6 @@ CASES = ("path", "path-fox", "plain")
 DECODE_LENGTHS = (32768, 65536)
 CHECK_PARTS = 3  # processes that the checks are dealt out to
 PROFILED = 3  # runs
-FLA_LIMITS = {"o": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dw": 1.5e-2, "dbeta": 2e-2, "dgates": 2e-2}
 
 
 def relative_rms(got: Any, want: Any) -> float:

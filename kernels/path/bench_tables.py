@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kernels.path.bench_cases import LIMITS
+
 Row = dict[str, Any]
 RESULTS = Path(__file__).with_name("results.json")
 DOCS = Path(__file__).parents[2] / "docs" / "path.md"
@@ -15,17 +17,23 @@ def tables(results: Path = RESULTS) -> str:
     env, rows = data["env"], data["rows"]
     names = ("device", "driver", "python", "jax", "torch", "triton", "flash-linear-attention", "date")
     known = [f"{n} {env[n]}" for n in names if env.get(n)]
-    return "\n".join([", ".join(known) + ".", "", *speed(rows), "", *decode(rows), "", *checks(rows)])
+    parts = (speed(rows), kernels(rows), decode(rows), checks(rows))
+    return "\n".join([", ".join(known) + ".", *(line for part in parts if part for line in ("", *part))])
 
 
 def _ms(row: Row) -> str:
     return f"{row['ms']:.2f} ({row['ms_min']:.2f}–{row['ms_max']:.2f})"
 
 
+def _memory(row: Row, name: str) -> str:
+    """In units of q, of 16 bits."""
+    return f"{row[name] / (2 * row['B'] * row['T'] * row['H'] * row['D']):.1f}" if name in row else "–"
+
+
 def speed(rows: list[Row]) -> list[str]:
     out = [
-        "| B, T, H, D | case | pass | ms | FLA ms | FLA / ours | ours / plain attention | memory MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| B, T, H, D | case | pass | ms | FLA ms | FLA / ours | ours / plain attention | memory / q | FLA's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     key = lambda r: tuple(r[n] for n in ("case", "pass", "B", "T", "H", "D"))
     theirs = {key(r): r for r in rows if r.get("impl") == "fla" and "ms" in r}
@@ -36,12 +44,34 @@ def speed(rows: list[Row]) -> list[str]:
         other, ratio = theirs.get(key(r)), r.get("ratio", {})
         fla = [_ms(other), f"{ratio['fla']:.2f}"] if other else ["–", "–"]
         plain = f"{1 / ratio['plain']:.2f}" if "plain" in ratio else "–"
-        memory = f"{r['memory_bytes'] / 2**20:.0f}"
+        memory = [_memory(r, "memory_bytes"), _memory(other or {}, "peak_bytes")]
         out.append(
-            "| " + " | ".join([shape, r["case"], r["pass"].replace("_", " + "), _ms(r), *fla, plain, memory]) + " |"
+            "| " + " | ".join([shape, r["case"], r["pass"].replace("_", " + "), _ms(r), *fla, plain, *memory]) + " |"
         )
-    skipped = next((r["skipped"] for r in rows if r.get("impl") == "fla" and "case" not in r), None)
-    return [*out, "", f"FLA was skipped: {skipped}."] if skipped else out
+    skipped = sorted({r["skipped"] for r in rows if r.get("impl") == "fla" and "skipped" in r})
+    return [*out, "", f"FLA was skipped: {'; '.join(skipped)}."] if skipped else out
+
+
+def kernels(rows: list[Row]) -> list[str]:
+    """Where the time of forward and backward goes: ms of every kernel that takes a hundredth somewhere."""
+    found = [r for r in rows if r.get("pass") == "fwd_bwd kernels" and r.get("kernels")]
+    if not found:
+        return []
+    short = lambda name: name.split("_d64_")[0].split("_d128_")[0]
+    spent: list[dict[str, float]] = []
+    for r in found:
+        one: dict[str, float] = {}
+        for name, (_, ms) in r["kernels"].items():
+            one[short(name)] = one.get(short(name), 0) + ms
+        spent.append(one)
+    heads = [", ".join(str(r[n]) for n in "BTHD") for r in found]
+    out = ["| kernel, ms in forward + backward | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    names = sorted({n for one in spent for n in one}, key=lambda n: -sum(one.get(n, 0) for one in spent))
+    large = [n for n in names if any(one.get(n, 0) >= 0.01 * sum(one.values()) for one in spent)]
+    for n in large:
+        out.append(f"| `{n}` | " + " | ".join(f"{one.get(n, 0):.2f}" for one in spent) + " |")
+    rest = [sum(ms for n, ms in one.items() if n not in large) for one in spent]
+    return [*out, "| the rest | " + " | ".join(f"{ms:.2f}" for ms in rest) + " |"]
 
 
 def decode(rows: list[Row]) -> list[str]:
@@ -54,13 +84,21 @@ def decode(rows: list[Row]) -> list[str]:
     return out
 
 
+def _error(error: float | None, limit: float | None) -> str:
+    if error is None:
+        return "–"
+    return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"
+
+
 def checks(rows: list[Row]) -> list[str]:
     names = ("o", "dq", "dk", "dv", "dw", "dbeta", "dgates", "dsharpness", "dalpha")
     head = " | ".join(names)
-    out = [f"| check | B, T, H, D | {head} | same bits twice |", "|---|---|" + "---|" * (len(names) + 1)]
+    out = [f"| check | B, T, H, D | of | {head} | same bits twice |", "|---|---|---|" + "---|" * (len(names) + 1)]
     for r in rows:
         if r.get("pass") == "check" and "error" in r:
             shape = ", ".join(str(r[n]) for n in "BTHD")
-            errors = [f"{r['error'][n]:.1e}" if n in r["error"] else "–" for n in names]
-            out.append("| " + " | ".join([r["case"], shape, *errors, "yes" if r["same_bits"] else "NO"]) + " |")
+            errors = [_error(r["error"].get(n), LIMITS.get(n)) for n in names]
+            same = {True: "yes", False: "NO", None: "–"}[r.get("same_bits")]
+            who = "FLA" if r["impl"] == "fla" else "ours"
+            out.append("| " + " | ".join([r["case"], shape, who, *errors, same]) + " |")
     return out

@@ -234,13 +234,24 @@ def test_benchmark_rows_become_tables(tmp_path: Path) -> None:
         {"case": "rewritten", "impl": "attention", "pass": "decode", "ms": 5.0, "tokens_per_s": 4.0} | size | times,
         {"case": "x", "impl": "mosaic_gpu", "pass": "check", "error": {"o": 1e-3}, "same_bits": True} | size,
         {"impl": "fla", "skipped": "ModuleNotFoundError: no fla"},
+        {"case": "x", "impl": "fla", "pass": "check", "error": {"o": 2e-3}} | size,
+        {
+            "case": "path",
+            "impl": "mosaic_gpu",
+            "pass": "fwd_bwd kernels",
+            "kernels": {"a_d64_1": [1, 2.0], "b": [1, 0.01]},
+        }
+        | size,
     ]
     bench.add_ratios(rows)
     assert rows[0]["ratio"] == {"fla": 2.5, "plain": 0.5}
     assert rows[4]["ratio"] == {"rewritten": 2.5}
     (tmp_path / "results.json").write_text(json.dumps({"env": {"device": "d"}, "rows": rows}))
     text = tables(tmp_path / "results.json")
-    assert "| 1, 256, 2, 64 | path | fwd | 2.00 (1.00–3.00) | 5.00 (1.00–3.00) | 2.50 | 2.00 | 1 |" in text
+    assert "| 1, 256, 2, 64 | path | fwd | 2.00 (1.00–3.00) | 5.00 (1.00–3.00) | 2.50 | 2.00 | 16.0 | – |" in text
+    assert "| `a` | 2.00 |" in text
+    assert "| the rest | 0.01 |" in text
+    assert "| x | 1, 256, 2, 64 | FLA | 2.0e-03 |" in text
     assert "FLA was skipped: ModuleNotFoundError: no fla." in text
     assert "| 256 | 1 | lazy | 2.00 (1.00–3.00) | 9 | 2.50 |" in text
 
