@@ -2,10 +2,12 @@
 
     python -m bampath.convert import ~/models/SmolLM2-135M runs/smollm2
     python -m bampath.convert position runs/smollm2 path+fox runs/smollm2-path
+    python -m bampath.convert distill runs/smollm2 position=path+fox data.source=~/text --out runs/smollm2-path-fox
     python -m bampath.convert export runs/smollm2 ~/models/out
 
 import reads a folder as transformers saves it, or a .gguf file; export writes such a folder. What import and position
-write is a run with one checkpoint, for generate, evaluation and inspect.
+write is a run with one checkpoint, for generate, evaluation and inspect. distill trains a student with another scheme
+on what its teacher does, in stages that are runs as well (docs/conversion.md).
 """
 
 import argparse
@@ -22,11 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     from bampath.checkpoint import CheckpointError
 
+    commands = {"import": import_, "position": position, "distill": distill, "export": export}
     try:
-        {"import": import_, "position": position, "export": export}[options.command](options)
+        commands[options.command](options)
     except (ValueError, OSError, ImportError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -46,11 +55,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     two.add_argument("spec", help="the new scheme, as in position=SPEC")
     two.add_argument("out", type=Path, help="new folder of the run")
     two.add_argument("--seed", type=int, default=0, help="of the parameters that are made anew (default 0)")
+    four = commands.add_parser("distill", help="teach a student with another positional scheme what a model does")
+    four.add_argument("teacher", type=Path, help="a run's folder, or one checkpoint's")
+    four.add_argument("words", nargs="*", metavar="key=value", help="position=SPEC, section.key=…, stageN.key=…")
+    four.add_argument("--out", type=Path, help="folder of the distillation (default: TEACHER-SPEC)")
+    four.add_argument("--student", type=Path, metavar="CHECKPOINT", help="begin with these weights, not by surgery")
+    four.add_argument(
+        "--teacher-dtype", choices=("float32", "bfloat16"), help="of the teacher's arithmetic (default: the student's)"
+    )
+    four.add_argument("--resume", action="store_true", help="continue the distillation in --out")
     three = commands.add_parser("export", help="a folder that transformers reads")
     three.add_argument("checkpoint", type=Path, help="a run's folder, or one checkpoint's")
     three.add_argument("out", type=Path, help="new folder")
     three.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the tensors")
-    return parser.parse_args(argv)
+    options, more = parser.parse_known_args(argv)
+    if more and (options.command != "distill" or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:  # words may stand behind options as well
+        options.words += more
+    return options
 
 
 def import_(options: argparse.Namespace) -> None:
@@ -85,6 +108,19 @@ def position(options: argparse.Namespace) -> None:
     print(f"{loaded.config.model.position} → {model.position}\n{report}\n{options.out}")
 
 
+def distill(options: argparse.Namespace) -> None:
+    import re
+
+    from bampath.convert.distill import distill as run
+    from bampath.convert.distill import plan
+
+    found = plan(options.teacher, options.words, options.student, options.teacher_dtype)
+    slug = re.sub(r"[^\w.+-]+", "_", found.position).strip("_")
+    out = options.out or options.teacher.with_name(f"{options.teacher.name}-{slug}")
+    last = run(found, out, resume=options.resume)
+    print(f"done: {last}; look at it with python -m bampath.inspect {last}")
+
+
 def export(options: argparse.Namespace) -> None:
     from bampath.convert.exporter import export_model
     from bampath.load import load
@@ -95,18 +131,12 @@ def export(options: argparse.Namespace) -> None:
 
 
 def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:
-    """A run's folder with one checkpoint of step 0, without optimiser state. FileExistsError if it is in use."""
-    from bampath.checkpoint import Saver
-    from bampath.overrides import to_dict
-    from bampath.runs import write_config
+    """`write_start` in a folder that is not used yet. FileExistsError if it is."""
+    from bampath.convert.surgery import write_start
 
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; choose another folder")
-    write_config(config, out)
-    facts = {"config": to_dict(config), "data": {}, "tokenizer": tokenizer.fingerprint, "elapsed": 0.0}
-    files = dict([tokenizer.file]) if tokenizer.file else {}
-    with Saver(out) as saver:
-        saver.save(0, params, {}, facts, files)
+    write_start(out, config, params, tokenizer)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,18 @@ default beta = 1 they reflect from the first step on.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bampath.config import ModelConfig
+from bampath import runs
+from bampath.checkpoint import Saver
+from bampath.config import Config, ModelConfig
+from bampath.data import Tokenizer
 from bampath.model import LM
+from bampath.overrides import to_dict
 from bampath.params import unbox
 from bampath.positions.registry import parse
 
@@ -65,6 +70,15 @@ def transplant(
         dropped=tuple(name for name in old if name not in fresh or not fits(name)),
     )
     return after, made, report
+
+
+def write_start(folder: Path, config: Config, params: Any, tokenizer: Tokenizer) -> None:
+    """A run's folder with one checkpoint of step 0, without optimiser state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs.write_config(config, folder)
+    facts = {"config": to_dict(config), "data": {}, "tokenizer": tokenizer.fingerprint, "elapsed": 0.0}
+    with Saver(folder) as saver:
+        saver.save(0, params, {}, facts, dict([tokenizer.file]) if tokenizer.file else {})
 
 
 def _fresh(config: ModelConfig, seed: int) -> Any:
