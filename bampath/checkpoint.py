@@ -10,11 +10,10 @@ folder gets its name. One whose files are missing or cut short is passed over wi
 
 import json
 import logging
-import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import jax
 import numpy as np
 
 from bampath import distributed
+from bampath.arrays import ArrayInfo, differences, index
 
 logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
@@ -40,24 +40,6 @@ class CheckpointError(ValueError):
 
 class SaveError(OSError):
     """A file of a run that could not be written. The message says which and why, and which checkpoint is left."""
-
-
-@dataclass(frozen=True)
-class ArrayInfo:
-    """One array of a checkpoint, as it was when saved: name is its path, placement its sharding in words."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.size * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -349,28 +331,6 @@ def refuse_differences(info: Info, params: Any, state: Any = None) -> None:
         raise CheckpointError(f"{info.path} does not fit {what}; the first differences are{lines}{more}")
 
 
-def differences(a: Sequence[ArrayInfo], b: Sequence[ArrayInfo], a_name: str, b_name: str) -> list[str]:
-    """Arrays that only one of two listings has, or that differ in shape or type, in words and in order."""
-    left, right = {x.name: x for x in a}, {x.name: x for x in b}
-    lines = []
-    for name in dict.fromkeys([*left, *right]):
-        if name not in right:
-            lines.append(f"{name} {_kind(left[name])} is only in {a_name}")
-        elif name not in left:
-            lines.append(f"{name} {_kind(right[name])} is only in {b_name}")
-        elif _kind(left[name]) != _kind(right[name]):
-            lines.append(f"{name} is {_kind(left[name])} in {a_name} and {_kind(right[name])} in {b_name}")
-    return lines
-
-
-def index(tree: Any) -> tuple[ArrayInfo, ...]:
-    """Names, shapes, types and placements of the arrays (or ShapeDtypeStructs) of a tree."""
-    return tuple(
-        ArrayInfo(_name(path), tuple(leaf.shape), str(np.dtype(leaf.dtype)), _placement(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    )
-
-
 def versions() -> dict[str, str]:
     """Versions of what a result may depend on."""
     from importlib.metadata import version
@@ -402,22 +362,3 @@ def _restore_args(leaf: Any) -> Any:
 
 def _index_json(tree: Any) -> list[dict[str, Any]]:
     return [{"name": a.name, "shape": a.shape, "dtype": a.dtype, "placement": a.placement} for a in index(tree)]
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-
-def _kind(array: ArrayInfo) -> str:
-    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
-
-
-def _placement(leaf: Any) -> str:
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return "host"
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        mesh = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-        return f"{sharding.spec} on ({mesh})"
-    devices = sorted(str(device) for device in sharding.device_set)
-    return devices[0] if len(devices) == 1 else f"{len(devices)} devices"
