@@ -32,7 +32,7 @@ TIMED = ("times", "tune")  # parts that do
 
 
 class Part:
-    """A process of one part, which prints its rows as JSON, then DONE; those that time wait for a line first."""
+    """A process of one part, which prints its rows as JSON; one that times says READY first, and waits for a line."""
 
     def __init__(self, name: str, folder: Path, done: Path | None) -> None:
         command = [
@@ -49,7 +49,8 @@ class Part:
         command += ["--except", str(done)] if done else []
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the processes share the GPU's memory
         env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        self.name, self.rows, self.done = name, list[dict[str, Any]](), threading.Event()
+        self.name, self.rows = name, list[dict[str, Any]]()
+        self.ready, self.done = threading.Event(), threading.Event()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -59,7 +60,10 @@ class Part:
             if line.startswith("{"):
                 self.rows.append(json.loads(line))
                 print(line[:300].rstrip(), flush=True)
-        self.done.set()  # also when it died
+            elif line.strip() == "READY":
+                self.ready.set()
+        self.ready.set()  # also when it died
+        self.done.set()
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -77,21 +81,22 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float, missi
     left = lambda share: max(0.0, begin + share * limit - time.time())
     with tempfile.TemporaryDirectory() as folder:
         parts = [Part(name, Path(folder), out if missing else None) for name in names]
-        for part in parts:
-            if not part.name.startswith(TIMED):
-                part.done.wait(left(0.6))
-        print(f"{time.time() - begin:6.1f}s checks are over", flush=True)
+        for part in parts:  # compiling beside a timing would delay its launches
+            (part.ready if part.name.startswith(TIMED) else part.done).wait(left(0.75))
+        print(
+            f"{time.time() - begin:6.1f}s compiled: {[part.name for part in parts if part.ready.is_set()]}", flush=True
+        )
         for part in parts:
             part.go()
         for part in parts:
             part.done.wait(left(1.0))
+        late = [part.name for part in parts if not part.done.is_set()]
         for part in parts:
             part.process.kill()
             part.process.wait()
     rows = [row | {"run": run} for part in parts for row in part.rows]
     report = {"runs": before["runs"] | {run: env}, "rows": before["rows"] + rows}
     out.write_text(json.dumps(report, indent=1) + "\n")
-    late = [part.name for part in parts if not part.done.is_set()]
     failures = sum("failed" in row or not row.get("passed", True) for row in rows)
     print(f"{time.time() - begin:6.1f}s done, {len(rows)} rows, {failures} failures, out of time: {late}")
     return failures + len(late)
@@ -99,12 +104,13 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float, missi
 
 def run_part(name: str, lock: Path, done: Path | None) -> None:
     """The process of one part. What takes times holds the lock meanwhile."""
-    from kernels.lsh.bench_parts import PARTS, words
+    from kernels.lsh.bench_parts import PARTS, Compiling, words
 
     key = lambda row: tuple(row.get(n) for n in ("case", "impl", "pass", "T", "tiles"))
     have = {key(row) for row in json.loads(done.read_text())["rows"]} if done and done.exists() else set()
     items = PARTS[name](lambda row: key(row) not in have)
-    if name.startswith(TIMED):
+    if isinstance(items, Compiling):
+        threading.Thread(target=_announce, args=(items,), daemon=True).start()
         sys.stdin.readline()
     for row, finish in items:
         if finish is not None:
@@ -115,6 +121,11 @@ def run_part(name: str, lock: Path, done: Path | None) -> None:
                 except Exception as problem:
                     row |= {"failed": words(problem)}
         print(json.dumps(row), flush=True)
+
+
+def _announce(items: Any) -> None:
+    items.wait()
+    print("READY", flush=True)
 
 
 def main() -> None:

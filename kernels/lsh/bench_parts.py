@@ -1,7 +1,7 @@
 """What the GPU benchmark of LSH attention does, in parts that prepare side by side (see bench.py)."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from functools import partial
 from itertools import product
 from typing import Any
@@ -48,36 +48,42 @@ def words(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}"[:300]
 
 
-def prepared(jobs: list[tuple[Row, Callable[[], Callable[[], Row]]]]) -> Iterator[Item]:
-    """Start compiling side by side; then (row, what completes it), or a row that says why not, as they are ready."""
-    pool = ThreadPoolExecutor(THREADS)
-    started = {pool.submit(prepare): row for row, prepare in jobs}
+class Compiling:
+    """Jobs (row, what compiles and gives what completes the row) that are being compiled side by side.
 
-    def items() -> Iterator[Item]:
-        for future in as_completed(started):
+    Iterating gives (row, what completes it), or a row that says why not, as they are ready.
+    """
+
+    def __init__(self, jobs: list[tuple[Row, Callable[[], Callable[[], Row]]]]) -> None:
+        pool = ThreadPoolExecutor(THREADS)
+        self.started = {pool.submit(prepare): row for row, prepare in jobs}
+
+    def wait(self) -> None:
+        wait(self.started)
+
+    def __iter__(self) -> Iterator[Item]:
+        for future in as_completed(self.started):
             try:
-                yield started[future], future.result()
+                yield self.started[future], future.result()
             except Exception as problem:
-                yield started[future] | {"failed": words(problem)}, None
-
-    return items()
+                yield self.started[future] | {"failed": words(problem)}, None
 
 
 # ---- Times ----
 
 
-def time_items(part: int, wanted: Wanted) -> Iterator[Item]:
+def time_items(part: int, wanted: Wanted) -> Compiling:
     def prepare(case: bench_cases.Case) -> Callable[[], Row]:
         return partial(bench_cases.timed, case, *bench_cases.prepare(case))
 
     cases = [case for case in bench_cases.cases() if wanted(case.row)]
-    return prepared([(case.row, partial(prepare, case)) for case in cases[part::TIMERS]])
+    return Compiling([(case.row, partial(prepare, case)) for case in cases[part::TIMERS]])
 
 
 # ---- Tiles ----
 
 
-def tune_items(part: int, wanted: Wanted) -> Iterator[Item]:
+def tune_items(part: int, wanted: Wanted) -> Compiling:
     """Each kernel alone at T = 65,536 with every candidate."""
     kernels = ("forward", "queries", "keys")
     every = list(product(kernels, CANDIDATES))[part::TUNERS]
@@ -85,7 +91,7 @@ def tune_items(part: int, wanted: Wanted) -> Iterator[Item]:
     for kernel, tiles in every:
         row = {"case": "tiles", "impl": kernel, "tiles": tiles, "pass": "tune"}
         jobs.append((row, partial(_tune, kernel, tiles)))
-    return prepared([job for job in jobs if wanted(job[0])])
+    return Compiling([job for job in jobs if wanted(job[0])])
 
 
 def _tune(kernel: str, tiles: str) -> Callable[[], Row]:
@@ -240,7 +246,7 @@ def far_items(wanted: Wanted) -> Iterator[Item]:
     yield row, None
 
 
-PARTS: dict[str, Callable[[Wanted], Iterator[Item]]] = {
+PARTS: dict[str, Callable[[Wanted], Iterable[Item]]] = {
     **{f"times {n}": partial(time_items, n) for n in range(TIMERS)},
     **{f"checks {n}": partial(check_items, n) for n in range(CHECKERS)},
     "far": far_items,
