@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
 from bampath.analysis.figures import short_number
-from bampath.evaluation.intervals import wilson
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES
@@ -26,6 +25,7 @@ from experiments.tables import (
     findings,
     passkey_table,
     perplexity_table,
+    pooled,
     replace_between,
     seed_table,
     table,
@@ -85,21 +85,33 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 def niah_table(part: dict[str, Any]) -> str:
-    """RULER's single needles: share of answers begun right, pooled over seeds, by task and length."""
+    """RULER's single needles: share of answers begun right, pooled over seeds, and in brackets that of their tokens."""
     rows = [row for row in part["rows"] if row["benchmark"] == "niah"]
-    columns = sorted({(row["task"], row["length"]) for row in rows})
-    head = ["scheme", *(f"{task.removeprefix('niah_')} at {short_number(length)}" for task, length in columns)]
+    lengths = sorted({row["length"] for row in rows})
+    body = []
+    for case, mine in by(rows, "case").items():
+        for task, own in sorted(by(mine, "task").items()):
+            cells = []
+            for length in lengths:
+                same = [row for row in own if row["length"] == length]
+                tokens = np.mean([row["token_accuracy"] for row in same]) if same else 0.0
+                cells.append(f"{pooled(same)} ({tokens:.2f})" if same else "")
+            body.append([f"`{case}`", task.removeprefix("niah_"), *cells])
+    return table(["scheme", "task", *map(short_number, lengths)], body)
+
+
+def digit_table(part: dict[str, Any]) -> str:
+    """Share of the keys' digits that are right, mean over seeds, and in brackets the seeds."""
+    rows = [row for row in part["rows"] if row["benchmark"] == "passkey"]
+    lengths = sorted({row["length"] for row in rows})
     body = []
     for case, own in by(rows, "case").items():
         cells = []
-        for task, length in columns:
-            same = [row for row in own if (row["task"], row["length"]) == (task, length)]
-            hits, samples = sum(row["correct"] for row in same), sum(row["samples"] for row in same)
-            cells.append(
-                f"{hits / samples:.2f} [{', '.join(f'{x:.2f}' for x in wilson(hits, samples))}]" if same else ""
-            )
+        for length in lengths:
+            shares = [r["token_accuracy"] for r in sorted(own, key=lambda r: r["seed"]) if r["length"] == length]
+            cells.append(f"{np.mean(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)})" if shares else "")
         body.append([f"`{case}`", *cells])
-    return table(head, body)
+    return table(["scheme", *map(short_number, lengths)], body)
 
 
 def prior_table(part: dict[str, Any]) -> str:
@@ -138,6 +150,28 @@ def attention_table(part: dict[str, Any]) -> str:
     return table(head, body)
 
 
+def finder_table(part: dict[str, Any], least: float = 0.5) -> str:
+    """The heads with at least that weight on the key's sentence at the longest prompt looked at, and their priors."""
+    rows = [row for row in part["rows"] if row["benchmark"] == "attention"]
+    farthest = max((row["length"] for row in rows), default=0)
+    name = lambda row: (row["case"], row["seed"], row["layer"], row["head"])
+    priors = {name(row): row["parameters"] for row in part["rows"] if row["benchmark"] == "prior"}
+    shown = [row for row in rows if row["length"] == farthest and row["needle"] >= least]
+    shown = [row for row in shown if "bam/theta_beta" in priors.get(name(row), {})]
+    body = []
+    for row in sorted(shown, key=name):
+        own = priors[name(row)]
+        values = [f"{own[key]:.2f}" for key in ("bam/theta_beta", "bam/theta_alpha", "ssmax/scale") if key in own]
+        rank = sorted(p["bam/theta_beta"] for key, p in priors.items() if key[:2] == name(row)[:2])
+        place = f"{1 + rank.index(own['bam/theta_beta'])} of {len(rank)}"
+        where = f"{row['layer']}.{row['head']}"
+        body.append([f"`{row['case']}`", str(row["seed"]), where, f"{row['needle']:.2f}", *values, place])
+    if not body:
+        return ""
+    head = ["scheme", "seed", "layer.head", f"weight at {short_number(farthest)}", "theta_beta", "theta_alpha"]
+    return table([*head, "SSMax's s", "theta_beta's rank in its model"], body)
+
+
 def speed_table(speed: dict[str, Any]) -> str:
     """Tokens per second, MFU and ratios of the train steps that speed.py measured."""
     head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE"]
@@ -168,7 +202,7 @@ def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     of = lambda kind: [row for row in part["rows"] if row["benchmark"] == kind]
     for suffix, group in GROUPS.items():
         keys = [row for row in of("passkey") if row["case"] in group and row["length"] <= 64 * trained]
-        if keys:
+        if keys and (not suffix or len({row["case"] for row in keys}) > 1):
             yield f"passkey{suffix}", passkey_figure(keys, trained)
             losses = [row for row in of("perplexity") if row["case"] in group]
             yield f"perplexity{suffix}", perplexity_figure(losses, trained)
@@ -205,24 +239,31 @@ def section(key: tuple[str, str], part: dict[str, Any], figures: Sequence[str]) 
     budgets = sorted({(row["steps"], row["tokens"]) for row in runs})
     told = " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in budgets)
     shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f.endswith(f"{key[1]}-{name}.png")]
-    learned = [f"![{f}](figures/{f})" for f in figures if "-exponents-" in f or "-priors-" in f]
+    absent = [case for case in SCHEMES if case not in {row["case"] for row in runs}]
+    learned = [f"![{f}](figures/{f})" for f in figures if f"{key[1]}-exponents-" in f or f"{key[1]}-priors-" in f]
     return [
         f"## Size {key[0]}, mix {key[1]}",
         f"Trained at {part['study']['train_length']} tokens: {told}. {len(runs)} runs, up to {seeds} seeds per scheme.",
+        *([f"Not run: {', '.join(f'`{case}`' for case in absent)}."] if absent else []),
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
         seed_table(part),
         *shown("passkey"),
         *shown("passkey-more"),
         *shown("passkey-depth"),
-        "### RULER's single needles: answers begun right",
+        "### Digits found",
+        digit_table(part),
+        "### RULER's single needles: answers begun right, and their tokens",
         niah_table(part),
         "### Perplexity of held-out books by position",
         perplexity_table(part),
         *shown("perplexity"),
         *shown("perplexity-more"),
         *(["### Learned priors", prior_table(part), *learned] if prior_table(part) else []),
-        *(["### Weight on the key's sentence", attention_table(part), *shown("attention")]),
+        "### Weight on the key's sentence, largest of any head",
+        attention_table(part),
+        *shown("attention"),
+        *(["### Heads that find it, and their priors", finder_table(part)] if finder_table(part) else []),
         "### Training",
         time_table(part),
     ]
@@ -250,7 +291,15 @@ def publish(folder: Path, here: Path = HERE) -> None:
     blocks = []
     for (size, mix), part in parts_of(results["rows"]).items():
         told = "\n".join(f"- {line}" for line in [*marks(part), *findings(part)])
-        blocks += [f"Size {size}, mix {mix}:", passkey_table(part), told]
+        runs = [row for row in part["rows"] if row["benchmark"] == "training"]
+        seconds = sum(row["training_seconds"] + row["evaluation_seconds"] for row in runs)
+        steps, tokens = runs[0]["steps"], runs[0]["tokens"]
+        seeds, env = len({row["seed"] for row in runs}), results["env"]
+        head = (
+            f"Size {size}, mix {mix}: {steps:,} steps, {tokens:,} tokens, {seeds} seed(s), {env['device']}, JAX "
+            f"{env['jax']}; the seconds of the {len(runs)} cells, several at a time, add to {seconds:.0f}."
+        )
+        blocks += [head, passkey_table(part), told, digit_table(part), *filter(None, [finder_table(part)])]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
 
 

@@ -19,7 +19,7 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, optimizer, report, rows, run, text, training
+from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
@@ -238,6 +238,47 @@ def test_the_report_says_whether_the_marks_are_reached() -> None:
         "Mark for `bam+ssmax`: 0.9, reached."
     )
     assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
+
+
+def test_results_of_several_calls_become_one() -> None:
+    train = lambda case, seed, steps: {
+        **_row(case, seed, 512, 1.0),
+        "benchmark": "training",
+        "steps": steps,
+        "tokens": 9,
+    }
+    first = {"env": {"date": "a"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 0.5), train("bam", 0, 50)]}
+    second = {"env": {"date": "b"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 1.0)]}
+    made = merge.merge([first, second])
+    assert [(row["case"], row["benchmark"], row["accuracy"]) for row in made["rows"]] == [
+        ("rope", "training", 1.0),
+        ("rope", "passkey", 1.0),
+        ("bam", "training", 1.0),
+    ]
+    assert made["runs"] == [{"date": "a"}, {"date": "b"}]
+    with pytest.raises(ValueError, match=r"had \(steps, tokens\) \(99, 9\), others \(50, 9\)"):
+        merge.merge([first, {"env": {}, "rows": [train("alibi", 0, 99)]}])
+
+
+def test_finders_are_the_heads_with_weight_on_the_key_at_the_longest_prompt() -> None:
+    where = {"case": "bam+ssmax", "seed": 0, "layer": 1}
+    look = lambda head, length, needle: {
+        **where,
+        "benchmark": "attention",
+        "head": head,
+        "length": length,
+        "needle": needle,
+    }
+    learned = lambda head, beta: {
+        **where,
+        "benchmark": "prior",
+        "head": head,
+        "parameters": {"bam/theta_beta": beta, "bam/theta_alpha": 0.5, "ssmax/scale": 0.25},
+    }
+    made = [look(0, 512, 1.0), look(0, 8192, 0.1), look(1, 8192, 0.9), learned(0, 0.3), learned(1, -0.2)]
+    lines = report.finder_table({"rows": made}).splitlines()
+    assert lines[2:] == ["| `bam+ssmax` | 0 | 1.1 | 0.90 | -0.20 | 0.50 | 0.25 | 1 of 2 |"]
+    assert report.finder_table({"rows": made[:1]}) == ""
 
 
 @pytest.mark.slow

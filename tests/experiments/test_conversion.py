@@ -106,7 +106,22 @@ def test_the_report_holds_every_number(tmp_path: Path) -> None:
 def test_the_whole_study_at_a_tiny_size(tmp_path: Path, capsys: Any) -> None:
     out, text = tmp_path / "out", str(text_file(tmp_path))
     few = [f"stage{n}.{key}" for n in (1, 2, 3) for key in ("steps=3", "length=64", "batch=2")]
-    arguments = ["--text", text, "--out", str(out), "--rows", "2", "--samples", "2", "--words", *few]
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("the old bridge was over the river. " * 40)
+    arguments = [
+        "--text",
+        text,
+        "--held-out",
+        str(held_out),
+        "--out",
+        str(out),
+        "--rows",
+        "2",
+        "--samples",
+        "2",
+        "--words",
+        *few,
+    ]
     before = jax.config.jax_compilation_cache_dir
     try:
         main([*arguments, "--cases", "rope", "nope"])

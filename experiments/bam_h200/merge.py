@@ -1,0 +1,61 @@
+"""Results of several calls, on whatever machines, in one file:
+
+    python -m experiments.bam_h200.merge results.json a/results.json b/results.json
+
+A cell that is in several files is taken from the last of them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bampath.evaluation.results import write_results
+
+Row = dict[str, Any]
+CELL = ("size", "mix", "case", "seed")
+
+
+def merge(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """{"env", "runs", "rows"} of results files; runs: the environment of each, env: the last one.
+
+    ValueError if runs of one size and mix had different budgets: they do not compare.
+    """
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for file in files:
+        own: dict[tuple[Any, ...], list[Row]] = {}
+        for row in file["rows"]:
+            own.setdefault(tuple(row[name] for name in CELL), []).append(row)
+        cells |= own
+    rows = [row for own in cells.values() for row in own]
+    budgets: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in rows:
+        if row["benchmark"] == "training" and "@" not in row["case"]:
+            part, budget = (row["size"], row["mix"]), (row["steps"], row["tokens"])
+            if budgets.setdefault(part, budget) != budget:
+                raise ValueError(f"{row['case']} of {part} had (steps, tokens) {budget}, others {budgets[part]}")
+    runs = [env for file in files for env in file.get("runs", [file["env"]])]
+    return {"env": files[-1]["env"], "runs": runs, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bam_h200.merge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("files", nargs="+", type=Path)
+    options = parser.parse_args(argv)
+    made = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.files])
+    write_results(options.out, made["env"], made["rows"], runs=made["runs"])
+    print(f"{len({tuple(row[name] for name in CELL) for row in made['rows']})} cells in {options.out}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
