@@ -37,7 +37,10 @@ def speed_figure(rows: list[Row]) -> Figure:
             for n, (case, impl) in enumerate(SPEED):
                 own = sorted((k[3], r["ms"]) for k, r in found.items() if k[:3] == (case, impl, which))
                 look = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 4}
-                panel.plot(*zip(*own, strict=True), label=NAMES[case], linestyle=DASHES[n % len(DASHES)], **look)
+                label = NAMES[case].partition(":")[0]
+                panel.plot(
+                    [x for x, _ in own], [y for _, y in own], label=label, linestyle=DASHES[n % len(DASHES)], **look
+                )
             panel.set(xscale="log", yscale="log", xlabel="length T", ylabel="ms", title=title)
             panel.set_xscale("log", base=2)
         panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -58,13 +58,14 @@ def compiled(report: dict[str, Any]) -> list[str]:
 
 def tables(report: dict[str, Any]) -> str:
     rows = report["rows"]
-    return "\n".join([*map(_run, report["runs"].values()), "", *times(rows), "", *memory(rows), "", *checks(rows)])
+    checked = ["", *checks(rows)] if any(row["pass"] == "check" for row in rows) else []
+    return "\n".join([*map(_run, report["runs"].values()), "", *times(rows), "", *memory(rows), *checked])
 
 
 def _run(env: dict[str, Any]) -> str:
     device = f"{env.get('device', 'no GPU')}, driver {env.get('driver', '?')}"
     versions = ", ".join(f"{n} {env[n]}" for n in ("jax", "jaxlib", "python") if n in env)
-    return f"{device}, {versions}, {env['date']}, commit {env['commit']}."
+    return f"- {device}, {versions}, {env['date']}, commit {env['commit']}."
 
 
 def timed(rows: list[Row]) -> dict[tuple[str, str, str, int], Row]:
