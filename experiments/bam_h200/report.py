@@ -284,8 +284,8 @@ def publish(folder: Path, here: Path = HERE) -> None:
     """Copy what `write_report` made into `here`, and the main numbers into its README."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     if folder != here:
-        for name in ("results.json", "report.md"):
-            shutil.copy(folder / name, here / name)
+        (here / "results.json").write_text(in_lines(results), encoding="utf-8")
+        shutil.copy(folder / "report.md", here / "report.md")
         shutil.rmtree(here / "figures", ignore_errors=True)
         shutil.copytree(folder / "figures", here / "figures")
     blocks = []
@@ -301,6 +301,13 @@ def publish(folder: Path, here: Path = HERE) -> None:
         )
         blocks += [head, passkey_table(part), told, digit_table(part), *filter(None, [finder_table(part)])]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
+
+
+def in_lines(results: dict[str, Any]) -> str:
+    """JSON with one row per line: a repository shows what changed."""
+    rows = ",\n".join(json.dumps(row) for row in results["rows"])
+    head = json.dumps({name: value for name, value in results.items() if name != "rows"}, indent=1)
+    return f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> None:

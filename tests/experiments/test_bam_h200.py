@@ -260,6 +260,13 @@ def test_results_of_several_calls_become_one() -> None:
         merge.merge([first, {"env": {}, "rows": [train("alibi", 0, 99)]}])
 
 
+def test_results_in_lines_are_the_same_results() -> None:
+    results = {"env": {"jax": "1"}, "runs": [{}], "rows": [{"a": [1, 2]}, {"b": None}]}
+    text_ = report.in_lines(results)
+    assert json.loads(text_) == results
+    assert '{"a": [1, 2]},\n{"b": null}' in text_
+
+
 def test_finders_are_the_heads_with_weight_on_the_key_at_the_longest_prompt() -> None:
     where = {"case": "bam+ssmax", "seed": 0, "layer": 1}
     look = lambda head, length, needle: {
