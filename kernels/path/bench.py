@@ -3,16 +3,17 @@
     python -m kernels.path.bench [--out FILE] [--commit HASH] [--parts speed,fla,decode,checks]      measure
     python -m kernels.path.bench --table                              write the tables of docs/path.md
 
-All parts compile side by side in processes of their own; then one after the other has the GPU for itself: times first,
-then checks. Errors are relative RMS against the blockwise backend in float64 (which the tests compare with the
-definition), on the same inputs. FLA's kernels (flash-linear-attention) and our own attention without transport run in
-the same call; FLA is skipped, and the table says so, where it is not installed. Times are medians of batches of runs on
-random inputs.
+All parts compile side by side in processes of their own; then one after the other has the GPU for itself, the others
+standing still where times are taken. Errors are relative RMS against the blockwise backend in float64 (which the tests
+compare with the definition), on the same inputs. FLA's kernels (flash-linear-attention) and our own attention without
+transport run in the same call; FLA is skipped, and the table says so, where it is not installed. Times are medians of
+batches of runs on random inputs.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,14 +36,13 @@ def part_names(kinds: list[str]) -> list[str]:
     """The parts in the order of their turn on the GPU."""
     by_shape = lambda kind: [f"{kind}:{','.join(map(str, shape))}" for shape in SHAPES]
     names: list[str] = []
-    for kind in ("speed", "fla"):
-        names += by_shape(kind) if kind in kinds else []
+    names += by_shape("speed") if "speed" in kinds else []
     names += ["decode"] if "decode" in kinds else []
     if "checks" in kinds:
         numbers = range(CHECK_PARTS)
         names += [f"oracle:{n}" for n in numbers] + [f"checks:{n}" for n in numbers]
-        names += ["fla:checks"] if "fla" in kinds else []
-    return names
+    names += by_shape("fla") if "fla" in kinds else []
+    return names + (["fla:checks"] if "fla" in kinds and "checks" in kinds else [])
 
 
 class Part:
@@ -58,7 +58,8 @@ class Part:
         self.name, self.began = name, time.monotonic()
         self.rows: list[Row] = []
         self.ready, self.done = threading.Event(), threading.Event()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env=env, **pipes)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -74,20 +75,31 @@ class Part:
         self.done.set()
         self.ready.set()  # also when it died
 
-    def run(self, until: float) -> None:
-        """Its turn; a part that is not ready, or not done, by the time `until` is stopped and says so in a row."""
+    def run(self, until: float, others: "list[Part]") -> None:
+        """Its turn, in which the others stand still; what is not ready, or not done, by the time `until` is stopped and
+        says so in a row."""
         if self.ready.wait(max(0, until - time.monotonic())):
+            for other in others:
+                other.pause(True)
+            time.sleep(0.2)  # what they have on the GPU ends
             if self._process.poll() is None and self._process.stdin is not None:
                 try:
                     self._process.stdin.write("go\n")
                     self._process.stdin.flush()
                 except BrokenPipeError:
                     pass  # it died since
-            if self.done.wait(max(0, until - time.monotonic())) and self._process.wait() == 0:
+            done = self.done.wait(max(0, until - time.monotonic())) and self._process.wait() == 0
+            for other in others:
+                other.pause(False)
+            if done:
                 return
         state = f"exit status {self._process.poll()}" if self.done.is_set() else "too late"
         self.stop()
         self.rows.append({"case": self.name, "failed": state})
+
+    def pause(self, paused: bool) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def stop(self) -> None:
         self._process.kill()
@@ -102,7 +114,8 @@ def run_all(out: Path, commit: str | None, kinds: list[str], seconds: float) -> 
         parts = [Part(name, folder) for name in part_names(kinds)]
         for part in parts:
             if not part.name.startswith("oracle"):
-                part.run(until)
+                timed = not part.name.startswith(("checks", "fla:checks"))
+                part.run(until, [p for p in parts if p is not part] if timed else [])
                 rows += part.rows
                 add_ratios(rows)
                 env = environment(commit) | {"seconds": round(time.monotonic() - began)}

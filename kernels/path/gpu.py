@@ -2,8 +2,8 @@
 
 Three kinds of kernels: blocks of 128 tokens (`gpu_blocks.py`), moves of queries and keys by products of blocks
 (`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention` (`gpu_levels.py`).
-The parts of a row's softmax are joined by their log-sum-exp. The backward pass recomputes the moved keys level by level
-and uses the log-sum-exp of the whole row in every part, so no part's output is kept between the passes.
+The parts of a row's softmax are joined by their log-sum-exp. The backward pass uses the log-sum-exp of the whole row in
+every part, so no part's output is kept between the passes.
 """
 
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
     x: q, k, v, w [B, T, ·, 64 or 128], beta [B, T, K], params, sharpness [B, T, H], gates (hi, lo) [B, T, H], segments
     [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where absent.
     """
-    return _attend(options, x)[0]
+    return _attend(options, x, keep=False)[0]
 
 
 def _heads_first(x: Array) -> Array:
@@ -182,12 +182,16 @@ def _betas(x: Leaves) -> Array:
 @dataclass(frozen=True)
 class Climb:
     """What a level starts from: the products p of its children (float16), those of their runs and left
-    (`gpu_products.runs`), and its queries [B, T, H, D] at the left edges of the children, in their own dtype."""
+    (`gpu_products.runs`), its queries [B, T, H, D] at the left edges of the children and carried keys
+    [B, parents · stored, K, D] in the model's dtype, and for the backward pass its keys at the right edges of the
+    children (float16)."""
 
     p: Array
     runs: Array
     left: Array
     q: Array
+    carried: Array
+    k: Array | None
 
 
 def _chains(options: PathOptions, p: tuple[Array, Array]) -> list[tuple[Array, Array, Array]]:
@@ -200,6 +204,18 @@ def _chains(options: PathOptions, p: tuple[Array, Array]) -> list[tuple[Array, A
         out.append((p[0], made, left))
         p = whole
     return out
+
+
+def _climb(options: PathOptions, x: Leaves, k: Array, chains: Any, queries: list[Array], keep: bool) -> list[Climb]:
+    """All levels, from the keys at the right edges of the blocks, the products and the queries of every level."""
+    from kernels.path.gpu_moves import carry
+
+    if not chains:
+        return []
+    runs, dtype = [made for _, made, _ in chains], x["q"].dtype
+    carried, edges = carry(k, runs, options.levels, dtype, edges=keep, interpret=options.interpret)
+    some: list[Any] = edges or [None] * len(chains)
+    return [Climb(*chain, *rest) for chain, *rest in zip(chains, queries, carried, some, strict=False)]
 
 
 def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -216,11 +232,10 @@ def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return o.astype(parts[0][0].dtype), jnp.where(some, top + jnp.log(safe), -jnp.inf)
 
 
-def _attend(options: PathOptions, x: Leaves) -> Any:
-    """((o, lse), results of the blocks' keys, levels)."""
+def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
+    """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
     from kernels.path import gpu_levels
     from kernels.path.gpu_blocks import block_queries
-    from kernels.path.gpu_moves import carry
 
     keys = _keys(options, x)
     chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels
@@ -230,19 +245,16 @@ def _attend(options: PathOptions, x: Leaves) -> Any:
     ]
     own = block_queries(options.block, _block_inputs(options, x), keys, moves)
     parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
-    steps = [Climb(*chain, q) for chain, q in zip(chains, own["queries"], strict=False)]
-    carried: list[Array] = []
-    if levels:
-        carried = carry(keys["k16"], [s.runs for s in steps], levels, x["q"].dtype, interpret=options.interpret)
-    for level, step, k in zip(levels, steps, carried, strict=True):
-        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, step.q, k))
+    steps = _climb(options, x, keys["k16"], chains, own["queries"], keep)
+    for level, step in zip(levels, steps, strict=True):
+        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, step.q, step.carried))
     o, lse = _merge(parts)
     return (o, lse), keys, steps
 
 
 def _forward(options: PathOptions, x: Leaves) -> Any:
-    (o, lse), keys, steps = _attend(options, x)
-    keys = {n: keys[n] for n in keys if n not in ("p16", "p_low")}
+    (o, lse), keys, steps = _attend(options, x, keep=True)
+    keys = {n: keys[n] for n in keys if n not in ("p16", "p_low", "k16")}
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (o, lse), (x, keys, steps, o, lse)
 
@@ -262,15 +274,15 @@ def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arr
     if x["gates"] is not None:
         # d(logits) of a row sum to dlse; what is left is the rounding of o in delta, which would add up in the running
         # sum behind the gates: the keys get a delta without it.
-        given = _query_sides(options, x, steps, keys["k16"], do, lse, delta)
+        given = _query_sides(options, x, steps, do, lse, delta)
         rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(g["rows"] for g in given)
         delta = delta + jnp.where(alive, rows - dlse, 0)
         back["delta"] = _heads_first(delta)
     above, sums = Above(None, None, None, None), []
     row = (do, lse, delta)
-    for n in reversed(range(len(steps))):
-        k, above = jax.lax.optimization_barrier((keys["k16"], above))  # one level's carried keys at a time
-        above, small = _level_backward(options, x, n, steps, k, row, given[n], above)
+    for level, step, queries in reversed(list(zip(options.levels, steps, given, strict=True))):
+        step, above = jax.lax.optimization_barrier((step, above))  # one level's gradients of carried keys at a time
+        above, small = _level_backward(options, x, level, step, row, queries, above)
         sums.append(small)
     grads = _block_gradients(options, x, blocks, keys, back | {"dq0": above.q, "dk0": above.k, "dp": above.p})
     return (_collect(options, x, grads, sums, above.v, dlse),)
@@ -286,57 +298,45 @@ class Above(NamedTuple):
     v: Array | None
 
 
-def _state(
-    options: PathOptions, x: Leaves, number: int, steps: list[Climb], k: Array, do: Array, lse: Array
-) -> tuple[Any, Array]:
-    """(what both backward kernels of a level need, its keys at the right edges of its children); k: of the blocks."""
+def _state(options: PathOptions, x: Leaves, level: Level, step: Climb, do: Array, lse: Array) -> Any:
+    """What both backward kernels of a level need."""
     from kernels.path import gpu_levels
-    from kernels.path.gpu_moves import carry
 
-    runs, dtype = [s.runs for s in steps], x["q"].dtype
-    carried, edges = carry(k, runs, options.levels, dtype, interpret=options.interpret, only=number)
-    level, q = options.levels[number], steps[number].q
-    return gpu_levels.recompute(options.attention, _level_inputs(x), level, q, carried, do, lse), edges
+    return gpu_levels.recompute(options.attention, _level_inputs(x), level, step.q, step.carried, do, lse)
 
 
-def _query_sides(
-    options: PathOptions, x: Leaves, steps: list[Climb], k: Array, do: Array, lse: Array, delta: Array
-) -> list[Any]:
+def _query_sides(options: PathOptions, x: Leaves, steps: list[Climb], do: Array, lse: Array, delta: Array) -> list[Any]:
     """What the queries' kernels give, level by level."""
     from kernels.path import gpu_levels
 
-    out: list[Any] = []
-    for number in range(len(steps)):
-        k, _ = jax.lax.optimization_barrier((k, out[-1:]))
-        out.append(gpu_levels.query_side(_state(options, x, number, steps, k, do, lse)[0], delta))
-    return out
+    states = [_state(options, x, *pair, do, lse) for pair in zip(options.levels, steps, strict=True)]
+    return [gpu_levels.query_side(state, delta) for state in states]
 
 
 def _level_backward(
-    options: PathOptions, x: Leaves, number: int, steps: list[Climb], k: Array, row: Any, queries: Any, above: Above
+    options: PathOptions, x: Leaves, level: Level, step: Climb, row: Any, queries: Any, above: Above
 ) -> tuple[Above, dict[str, Any]]:
     """One level: what it hands down, and its part of the gradients of params, sharpness and gates (columns).
 
-    k: keys at the right edges of the blocks; row: (do, lse, delta); queries: results of `query_side`, or None if they
-    are still to be computed.
+    row: (do, lse, delta); queries: results of `query_side`, or None if they are still to be computed.
     """
     from kernels.path import gpu_levels
     from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
     from kernels.path.gpu_products import runs_backward
 
     do, lse, delta = row
-    level, step = options.levels[number], steps[number]
-    state, edges = _state(options, x, number, steps, k, do, lse)
+    state = _state(options, x, level, step, do, lse)
+    assert step.k is not None
     queries = gpu_levels.query_side(state, delta) if queries is None else queries
     columns = gpu_levels.key_side(state, delta)
     rows = partial(move_backward_rows, level=level, interpret=options.interpret)
     half = partial(rows, dtype=jnp.bfloat16)
     matrices = partial(move_backward_matrices, level=level, kv_heads=x["k"].shape[2], interpret=options.interpret)
     dkeys, dq = columns["keys"].astype(jnp.bfloat16), queries["dq"].astype(jnp.bfloat16)
-    druns, handed, joined = matrices(edges, dkeys, transposed=True, packed=True), None, None
+    druns, handed, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
     if above.q is not None and above.k is not None and above.p is not None:
         dleft = matrices(step.q, above.q, transposed=False, packed=False)
-        dright = matrices(edges, above.k, transposed=True, packed=False)
+        dright = matrices(step.k, above.k, transposed=True, packed=False)
         handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
         dq = half(above.q, step.left, transposed=False, packed=False, plus=dq)
     dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)

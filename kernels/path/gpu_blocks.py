@@ -29,7 +29,7 @@ Array = jax.Array
 BLOCK, HALF, BASE, CHUNK = 128, 64, 16, 32
 HALVES = (pl.ds(0, HALF), pl.ds(HALF, HALF))
 F16, F32 = jnp.float16, jnp.float32
-WARPS = {64: 4, 128: 8}  # by head_dim
+WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str,
     inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1), "k": ("tokens", k, 1)}
     outputs: dict[str, Operand] = {n: ("rows", rows(dim), 1) for n in ("w16", "u16", "u_low", "k_half")}
     outputs |= {n: ("rows", rows(HALF), 1) for n in ("z16", "x16", "x_low")}
-    grid, call = (batch, heads, length // HALF), partial(launch, warps=WARPS[dim], interpret=interpret)
+    grid, call = (batch, heads, length // HALF), partial(launch, warps=WARPS, interpret=interpret)
     body = partial(_halves_body, interpret)
     made = call(body, grid, inputs, outputs, name="path_block_halves", size=HALF)
     grid = (batch, heads, length // BLOCK)
@@ -348,7 +348,7 @@ def block_queries(
 
     moves: (blocks that share a matrix, matrices [B, K, n, D, D] float16).
     """
-    batch, length, heads, dim = x["q"].shape
+    batch, length, heads, _ = x["q"].shape
     group = heads // x["k"].shape[2]
     outputs: dict[str, Operand] = {
         "o": ("tokens", jax.ShapeDtypeStruct((batch, length, heads, x["v"].shape[3]), x["v"].dtype), 1),
@@ -359,5 +359,5 @@ def block_queries(
     grid, body = (batch, heads, length // BLOCK), partial(_queries_body, options, len(moves))
     inputs, name = query_inputs(x, keys) | lefts, "path_block_queries"
     outputs = {n: (kind, jax.ShapeDtypeStruct(a.shape, a.dtype), 1) for n, (kind, a, _) in outputs.items()}
-    made = launch(body, grid, inputs, outputs, name=name, warps=WARPS[dim], interpret=options.interpret)
+    made = launch(body, grid, inputs, outputs, name=name, warps=WARPS, interpret=options.interpret)
     return {n: made[n] for n in ("o", "lse")} | {"queries": [made[f"q{n}"] for n in range(len(moves) + 1)]}

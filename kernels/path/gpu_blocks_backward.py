@@ -20,7 +20,6 @@ from kernels.path.gpu_blocks import (
     F32,
     HALF,
     HALVES,
-    WARPS,
     BlockOptions,
     Operand,
     Split,
@@ -40,6 +39,8 @@ from kernels.path.gpu_blocks import (
 )
 
 Array = jax.Array
+
+WARPS = {64: 4, 128: 8}  # by head_dim: with 4, wide heads would spill a kilobyte per thread
 
 
 class Scaled(NamedTuple):

@@ -4,7 +4,6 @@ Keys and matrices are float16 (both are at most as large as the key they come fr
 are rounded once per level; gradients are bfloat16. Queries are moved where they are made (`gpu_blocks.block_queries`).
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ def _call(body: Any, grid: Any, ins: Any, outs: Any, in_specs: Any, out_specs: A
         out_shape=outs,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS[ins[0].shape[-1]], num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name=name,
     )(*ins)
@@ -68,42 +67,37 @@ def _to_pairs(x: Array, child: Any, tile: Any, level: Level, runs: Any, out: Any
 
 
 def carry(
-    k: Array, runs: list[Array], levels: tuple[Level, ...], dtype: Any, *, interpret: bool, only: int | None = None
-) -> list[Array]:
+    k: Array, runs: list[Array], levels: tuple[Level, ...], dtype: Any, *, edges: bool, interpret: bool
+) -> tuple[list[Array], list[Array]]:
     """Keys k [B, T, K, D] float16 at the right edges of their blocks, for the queries of every level: one array
-    [B, parents · stored, K, D] of `dtype` per level, the keys of a level's child c times R_ac for every a > c.
+    [B, parents · stored, K, D] of `dtype` per level, the keys of a level's child c times R_ac for every a > c. And,
+    with `edges`, the keys at the right edges of every level's children, float16, shaped as k.
 
-    runs [B, K, parents, n, D, D] float16 of each level (`gpu_products.runs`). only: number of the one level wanted;
-    then also the keys at the right edges of that level's children, float16, shaped as k.
+    runs [B, K, parents, n, D, D] float16 of each level (`gpu_products.runs`).
     """
     batch, length, heads, dim = k.shape
-    wanted = [n for n in range(len(levels)) if only is None or n == only]
-    used = levels[: wanted[-1] + 1]
     shape = lambda level: (batch, length // level.parent * level.stored, heads, dim)
-    outs = [jax.ShapeDtypeStruct(shape(levels[n]), dtype) for n in wanted]
-    edges = only is not None and only > 0
+    outs = [jax.ShapeDtypeStruct(shape(level), dtype) for level in levels]
+    outs += [jax.ShapeDtypeStruct(k.shape, F16)] * (len(levels) - 1 if edges else 0)
     tokens = pl.BlockSpec((None, BLOCK, None, dim), lambda b, h, i: (b, i, h, 0))
 
     def body(k_ref: Any, *refs: Any) -> None:
-        run_refs, out_refs = refs[: len(used)], dict(zip(wanted, refs[len(used) :], strict=False))
+        run_refs, refs = refs[: len(levels)], refs[len(levels) :]
         x = k_ref[...]
-        for n, (level, run_ref) in enumerate(zip(used, run_refs, strict=True)):
+        for n, (level, run_ref) in enumerate(zip(levels, run_refs, strict=True)):
             child, tile = _place(pl.program_id(2), level)
-            pair = partial(_pair, child)
-            if edges and n == only:
-                refs[-1][...] = x
-            if n in out_refs:
-                _to_pairs(x, child, tile, level, run_ref, out_refs[n])
-            if n + 1 < len(used):
-                x = dot(x, run_ref[pair(jnp.int32(level.radix))], tb=True).astype(F16)
+            if edges and n > 0:
+                refs[len(levels) + n - 1][...] = x
+            _to_pairs(x, child, tile, level, run_ref, refs[n])
+            if n + 1 < len(levels):
+                x = dot(x, run_ref[_pair(child, jnp.int32(level.radix))], tb=True).astype(F16)
 
-    specs = [tokens, *(_whole(r, 0, level) for r, level in zip(runs, used, strict=False))]
-    out_specs = [_whole(out, levels[n].stored, levels[n]) for n, out in zip(wanted, outs, strict=True)]
-    if edges:
-        outs, out_specs = [*outs, jax.ShapeDtypeStruct(k.shape, F16)], [*out_specs, tokens]
+    specs = [tokens, *(_whole(r, 0, level) for r, level in zip(runs, levels, strict=True))]
+    out_specs = [_whole(out, level.stored, level) for level, out in zip(levels, outs, strict=False)]
+    out_specs += [tokens] * (len(outs) - len(levels))
     grid = (batch, heads, length // BLOCK)
-    made: list[Array] = _call(body, grid, (k, *runs[: len(used)]), outs, specs, out_specs, "path_carry", interpret)
-    return [*made, k] if only == 0 else made
+    made: list[Array] = _call(body, grid, (k, *runs), outs, specs, out_specs, "path_carry", interpret)
+    return made[: len(levels)], [k, *made[len(levels) :]] if edges else []
 
 
 def move_backward_rows(

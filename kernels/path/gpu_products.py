@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.path.gpu_blocks import F16, F32, WARPS, Split, dot3, identity, joined, split
+from kernels.path.gpu_blocks import F16, F32, Split, dot3, identity, joined, split
 from kernels.path.gpu_blocks_backward import Scaled
 from kernels.path.levels import Level
 
@@ -71,7 +71,7 @@ def runs(p: Split, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
         in_specs=_specs([r, r], chains, dim),
         out_specs=_specs([count, r, None, None], chains, dim),
         out_shape=(shape((count,), F16), shape((r,), F16), shape((), F16), shape((), F16)),
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS[dim], num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
         interpret=interpret,
         name="path_runs",
     )(*grouped)
@@ -123,7 +123,7 @@ def runs_backward(
         in_specs=_specs(kinds, chains, dim),
         out_specs=_specs([count], chains, dim)[0],
         out_shape=jax.ShapeDtypeStruct((batch, heads, parents, count, dim, dim), F32),
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS[dim], num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
         interpret=interpret,
         name="path_runs_backward",
     )(*arrays)
