@@ -37,10 +37,10 @@ def part_names(kinds: list[str]) -> list[str]:
     by_shape = lambda kind: [f"{kind}:{','.join(map(str, shape))}" for shape in SHAPES]
     names: list[str] = []
     names += by_shape("speed") if "speed" in kinds else []
-    names += ["decode"] if "decode" in kinds else []
     if "checks" in kinds:
         numbers = range(CHECK_PARTS)
         names += [f"oracle:{n}" for n in numbers] + [f"checks:{n}" for n in numbers]
+    names += ["decode"] if "decode" in kinds else []
     names += by_shape("fla") if "fla" in kinds else []
     return names + (["fla:checks"] if "fla" in kinds and "checks" in kinds else [])
 
