@@ -113,8 +113,9 @@ def _given(coordinator: str | None, processes: int | None, process: int | None) 
         address, count, index = str(values[0]), int(values[1]), int(values[2])
     except ValueError:
         raise ValueError(f"{names[1]}={values[1]!r} and {names[2]}={values[2]!r} must be whole numbers") from None
-    if ":" not in address:
-        raise ValueError(f"{names[0]}={address!r} must be HOST:PORT of process 0")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{names[0]}={address!r} must be HOST:PORT of process 0, with a port of 1 to 65535")
     if not 0 <= index < count:
         raise ValueError(f"{names[2]}={index} must be in [0, {names[1]}={count})")
     return address, count, index

@@ -23,6 +23,7 @@ from bampath.data.prepared import SHARDS, mixture_of
 from bampath.data.sources import open_source
 from bampath.memory import Memory
 from bampath.memory import in_words as size_in_words
+from bampath.profiling import Window
 from bampath.step import build_model, declare
 
 # How far estimates were from what a compiler placed (docs/training.md): real / estimated is within these.
@@ -50,7 +51,13 @@ def pretend_devices(count: int) -> None:
 
 
 def check(
-    config: Config, run_dir: Path, *, resume: bool = False, limit: float | None = None, say: Callable[[str], None]
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    profile: Window | None = None,
+    limit: float | None = None,
+    say: Callable[[str], None],
 ) -> Preflight:
     """Look at everything that `bampath.train.fit` would meet before its first step; `say` hears what was found.
 
@@ -59,6 +66,8 @@ def check(
     mesh = sharding.mesh_of(config)
     declared = declare(build_model(config))
     found = runs.open_run(config, run_dir.absolute(), declared, resume, say)
+    if profile is not None:
+        profile.check(found.step, config.train.steps)
     tokenizer = tokenizer_of(config.data)
     startup.check_vocabulary(config, tokenizer)
     say(startup.banner(config, declared, tokenizer))
@@ -73,7 +82,7 @@ def check(
                 loader.restore(found.data)
             say(startup.first_rows(loader, found.step))
     needed = memory.estimate(config, declared, mesh)
-    available = limit or memory.device_bytes()
+    available = memory.device_bytes() if limit is None else limit
     fits = verdict(needed, available)
     say(f"{'memory':<11} {in_words(needed, available, fits)}")
     return Preflight(needed, available, fits)

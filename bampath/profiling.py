@@ -22,7 +22,9 @@ class Window:
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last:
-            raise ValueError(f"the window {self.first}:{self.last} must be FIRST:LAST with 1 <= FIRST <= LAST")
+            raise ValueError(
+                f"the profile's window {self.first}:{self.last} must be FIRST:LAST with 1 <= FIRST <= LAST"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Window":

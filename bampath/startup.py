@@ -34,6 +34,16 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
+def programs_folder(folder: Path) -> Path:
+    """The absolute path of a folder for compiled programs, which need not exist. OSError if it cannot be written."""
+    folder = folder.expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        what = "has no permission to be written" if there.is_dir() else "is not a folder"
+        raise OSError(f"--compile-cache {folder}: {there} {what}; choose another folder")
+    return folder
+
+
 def keep_programs(folder: Path) -> str:
     """Keep compiled programs in `folder` (shared by all processes of a run), and find those of earlier runs there.
 
@@ -41,10 +51,11 @@ def keep_programs(folder: Path) -> str:
     """
     from jax.experimental.compilation_cache import compilation_cache
 
-    folder = folder.expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        raise OSError(f"--compile-cache {folder} has no permission to be written")
+    folder = programs_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--compile-cache {folder} cannot be made ({error.strerror}); choose another folder") from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

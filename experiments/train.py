@@ -13,6 +13,7 @@ and 128 + n, --resume goes on.
 
 import argparse
 import logging
+import math
 import re
 import signal
 import sys
@@ -42,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config, base, run_dir = resolve(options)
-        if options.device_memory is not None and not options.dry_run:
-            raise ValueError("--device-memory is for --dry-run")
+        refuse_options(options)
     except (ValueError, TypeError, OSError) as error:
         return refuse(error)
     if options.dry_run:
@@ -171,16 +171,32 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
     return configs.override(base, *options.overrides), base, options.run_dir
 
 
+def refuse_options(options: argparse.Namespace) -> None:
+    """ValueError for options whose values cannot be."""
+    memory = options.device_memory
+    if memory is not None and not options.dry_run:
+        raise ValueError("--device-memory is for --dry-run")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ValueError(f"--device-memory {memory:g} must be a number of GiB greater than 0")
+    if options.heartbeat < 1:
+        raise ValueError(f"--heartbeat {options.heartbeat} must be at least 1 second")
+
+
 def dry_run(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
     """Check everything that comes before the first step and estimate memory; nothing is changed."""
     from bampath import preflight
+    from bampath.profiling import Window
+    from bampath.startup import programs_folder
 
     limit = None if options.device_memory is None else options.device_memory * 2**30
     try:
+        window = None if options.profile is None else Window.parse(options.profile)
+        if options.compile_cache is not None:
+            programs_folder(options.compile_cache)
         if limit is not None:
             preflight.pretend_devices(config.mesh.size)
             print(f"devices     elsewhere, with {options.device_memory:g} GiB each: those below are pretended")
-        found = preflight.check(config, run_dir, resume=options.resume, limit=limit, say=print)
+        found = preflight.check(config, run_dir, resume=options.resume, profile=window, limit=limit, say=print)
     except (ValueError, OSError) as error:
         return refuse(error)
     return DOES_NOT_FIT if found.fits is False else 0
@@ -196,8 +212,9 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.by = number
+        for either in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(either, signal.SIG_DFL)
         print("finishing this step and saving; interrupt again to stop at once", file=sys.stderr)
-        signal.signal(number, signal.SIG_DFL)
 
 
 def listing() -> str:

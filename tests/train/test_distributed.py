@@ -63,6 +63,12 @@ def test_clusters_are_recognised_by_their_variables(joined, monkeypatch):
     [
         (("host:1", 2, None), {}, "belong together: --process is missing"),
         (("host", 2, 0), {}, "--coordinator='host' must be HOST:PORT of process 0"),
+        (
+            ("host:99999", 2, 0),
+            {},
+            "--coordinator='host:99999' must be HOST:PORT of process 0, with a port of 1 to 65535",
+        ),
+        ((":80", 2, 0), {}, "--coordinator=':80' must be HOST:PORT"),
         (("host:1", 2, 2), {}, r"--process=2 must be in \[0, --processes=2\)"),
         (("host:1", 2, 0), {"wanted": False}, "--no-distributed does not go together with --coordinator"),
     ],
