@@ -283,7 +283,7 @@ def write_report(folder: Path, speed: Path | None = None) -> Path:
 def publish(folder: Path, here: Path = HERE) -> None:
     """Copy what `write_report` made into `here`, and the main numbers into its README."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    if folder != here:
+    if folder.resolve() != here.resolve():
         (here / "results.json").write_text(in_lines(results), encoding="utf-8")
         shutil.copy(folder / "report.md", here / "report.md")
         shutil.rmtree(here / "figures", ignore_errors=True)
