@@ -3,22 +3,25 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from bampath.checkpoint import describe
-from bampath.config import from_json
 from bampath.convert.distill import Plan, distill, plan
-from bampath.data import load_corpus
+from bampath.convert.distill.run import config_of
+from bampath.data import DataConfig, load_corpus, tokenizer_of
 from bampath.evaluation.passkey import PasskeyTask, evaluate
 from bampath.evaluation.perplexity import loss_by_position, rows_of
 from bampath.evaluation.reader import ModelReader
 from bampath.evaluation.results import write_json
 from bampath.load import Loaded, load
 from bampath.metrics import read as read_metrics
-from bampath.overrides import override, split_overrides
+from bampath.overrides import split_overrides
 from experiments.conversion.config import Case, Study
 
 Row = dict[str, Any]
@@ -130,17 +133,29 @@ def _measure(bench: Bench, loaded: Loaded, facts: Row) -> list[Row]:
     study, context = bench.study, bench.context
     longest = max(study.multiples) * context
     reader = ModelReader(loaded.model, loaded.params, chunk=2 * longest)  # a prompt may be a few tokens longer
-    base = from_json(json.dumps(describe(bench.teacher).config))
-    data = replace(override(base, list(bench.text), {}).data, tokenizer=loaded.config.data.tokenizer, add_eos=False)
-    corpus = load_corpus(data, "validation", loaded.tokenizer)
-    enough = any(len(corpus.document(i)) > longest for i in range(corpus.documents))
-    rows = rows_of(corpus, longest, "within" if enough else "across", limit=study.rows)
-    losses = loss_by_position(reader, rows, context, batch_tokens=study.batch_tokens)
+    losses = loss_by_position(reader, held_out_rows(bench), context, batch_tokens=study.batch_tokens)
     lengths = [times * context for times in study.multiples]
     keys = evaluate(
         reader, loaded.tokenizer, lengths, PasskeyTask(samples=study.samples), batch_tokens=study.batch_tokens
     )
     return [*losses.rows(**facts), *(found.row(**facts) for found in keys)]
+
+
+@cache
+def held_out_rows(bench: Bench) -> np.ndarray:
+    """Rows of the held-out text, as long as the longest length that is asked for: pieces of documents where some are
+    that long, otherwise pieces of all documents in a row. ValueError if there is not even one."""
+    longest = max(bench.study.multiples) * bench.context
+    data = config_of(describe(bench.teacher)).data
+    corpus = load_corpus(held_out_data(data, bench.text), "validation", tokenizer_of(data))
+    enough = any(len(corpus.document(i)) > longest for i in range(corpus.documents))
+    return rows_of(corpus, longest, "within" if enough else "across", limit=bench.study.rows)
+
+
+def held_out_data(data: DataConfig, words: Sequence[str]) -> DataConfig:
+    """The data options of a teacher with the study's text."""
+    changes: dict[str, Any] = {key.removeprefix("data."): text for key, text in split_overrides(words, {})}
+    return replace(data, **changes, add_eos=False)
 
 
 def training_row(case: Case, stage: str, run: Path, took: float) -> Row:

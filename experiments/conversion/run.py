@@ -79,7 +79,7 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Run or read the cells in order, write everything after each; returns the results."""
     from bampath.evaluation.results import environment
     from bampath.startup import keep_programs
-    from experiments.conversion.cells import Bench, check, finished, run_cell
+    from experiments.conversion.cells import Bench, check, finished, held_out_rows, run_cell
     from experiments.conversion.material import facts_of, teacher_of, words_of_text
 
     start = time.monotonic()
@@ -93,7 +93,8 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     facts = facts_of(bench.teacher)
     every = cases_of(facts["position"], bench.context)
     for case in (chosen := choose(every, options.cases)):
-        check(bench, case)  # a wrong word fails here, before anything is trained
+        check(bench, case)  # what is wrong fails here, before anything is trained
+    say(f"held out: {len(held_out_rows(bench))} rows of {held_out_rows(bench).shape[1]:,} tokens")
     study_facts = {
         **{"name": study.name, "teacher": facts, "train_length": bench.context, "words": list(study.words)},
         "text": [Path(word).name for word in words],

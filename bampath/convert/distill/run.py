@@ -65,7 +65,7 @@ def plan(
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} of the teacher is not one of float32, bfloat16")
     theirs = checkpoint.describe(teacher)
-    config = _config_of(theirs)
+    config = config_of(theirs)
     start = None if student is None else checkpoint.describe(student)
     if start is not None:
         words = _like_student(words, config, start)
@@ -76,8 +76,8 @@ def plan(
     return Plan(theirs.path, start.path if start else None, stages, dtype)
 
 
-def _config_of(info: Info) -> Config:
-    """The configuration of a checkpoint, with the copy of its tokenizer."""
+def config_of(info: Info) -> Config:
+    """The configuration that a checkpoint was saved with, with its own copy of the tokenizer."""
     config = from_json(json.dumps(info.config))
     copy = next((str(file) for name in TOKENIZER_NAMES if (file := info.path / name).is_file()), None)
     return replace(config, data=replace(config.data, tokenizer=copy or config.data.tokenizer))
@@ -85,7 +85,7 @@ def _config_of(info: Info) -> Config:
 
 def _like_student(words: Sequence[str], teacher: Config, start: Info) -> list[str]:
     """The words with the scheme of a student that is there."""
-    model = _config_of(start).model
+    model = config_of(start).model
     refuse_other_architecture(teacher.model, model, f"{start.path}")
     if any(word.startswith(("position=", "model.position=")) for word in words):
         raise ValueError(f"position: {start.path} has {model.position} already; leave the word out")
