@@ -261,9 +261,10 @@ def _products_backward(interpret: bool, refs: dict[str, Any]) -> None:
     here = partial(barrier, interpret)
     half = lambda name, s: refs[name][s, :].astype(F16)
 
+    dp = Scaled.of(refs["dp"][...])
+
     def own(h: Array, carry: Array) -> Array:
         s = pl.ds(h * HALF, HALF)
-        dp = Scaled.of(refs["dp"][...])
         g = dp.under(half("w", s), ta=False)
         refs["du_all"][s, :] = refs["du"][s, :] - g
         refs["dk_left"][s, :] = g
@@ -318,15 +319,15 @@ def _halves_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
     dw = refs["dw_out"][...] + du.under(t()[0])
     refs["dw_sum"][...] = dw - dk0.under(refs["z16"][...], ta=False)
     here()
-    dz = Exact.of(refs["dz"][...] - dk0.under(half("w"), ta=False, tb=True))
-    df = Scaled.of(jnp.where(strict, dz.under(t()), F32(0)))
+    dz = Scaled.of(refs["dz"][...] - dk0.under(half("w"), ta=False, tb=True))
+    df = Scaled.of(jnp.where(strict, dz.under(t()[0]), F32(0)))
     dk = refs["dk_in"][...] + refs["dk_left"][...] + df.times(half("w"), ta=True)
     refs["dk"][...] = dk.astype(refs["dk"].dtype)
     here()
     refs["dw_sum"][...] = refs["dw_sum"][...] + df.times(half("k"))
     here()
     f = jnp.where(strict, dot(half("w"), half("k"), tb=True), F32(0)).astype(F16)
-    dt = Exact.of(du.times(half("w"), tb=True) + Scaled(dz.high, dz.size).times(f, tb=True))
+    dt = Exact.of(du.times(half("w"), tb=True) + dz.times(f, tb=True))
     here()
     dx = dt.under(x())
     beta = refs["beta"][...]
