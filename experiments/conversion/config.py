@@ -96,6 +96,7 @@ GPU = Study(
         *("stage2.steps=80", "stage2.batch=8", "stage2.length=8192", "stage2.lr=5e-4", "stage2.rest=0.1"),
         *("stage2.schedule=cosine", "stage2.warmup=5"),
         *("stage3.steps=80", "stage3.batch=8", "stage3.length=8192", "stage3.lr=1e-4", "stage3.warmup=5"),
+        "train.accumulate=2",  # 32,768 tokens at a time: two processes fit one device
     ),
 )
 
