@@ -37,6 +37,8 @@ def speed_figure(rows: list[Row]) -> Figure:
             for n, (case, impl) in enumerate(SPEED):
                 own = sorted((k[3], r["ms"]) for k, r in found.items() if k[:3] == (case, impl, which))
                 look = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 4}
+                if not own:
+                    continue
                 label = NAMES[case].partition(":")[0]
                 panel.plot(
                     [x for x, _ in own], [y for _, y in own], label=label, linestyle=DASHES[n % len(DASHES)], **look
