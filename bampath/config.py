@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from bampath import overrides as _overrides
@@ -247,7 +248,18 @@ def to_json(config: Config) -> str:
 
 def from_json(text: str) -> Config:
     """The configuration of `to_json`'s text; unknown keys, wrong types and impossible values are refused."""
-    return _overrides.from_dict(Config, json.loads(text))
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise TypeError(f"a configuration is a JSON object, not a {type(values).__name__}")
+    return _overrides.from_dict(Config, values)
+
+
+def read(path: Path) -> Config:
+    """The configuration in a file that holds `to_json`'s text. ValueError that names the file if it holds none."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no configuration: {error}") from error
 
 
 def describe(config: Config, base: Config | None = None) -> str:

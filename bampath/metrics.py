@@ -90,11 +90,20 @@ class Writer:
 
 
 def read(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a `metrics.jsonl` file, in order. A last line that was cut short is left out."""
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """The records of a `metrics.jsonl` file, in order. A last line that was cut short is left out.
+
+    ValueError that names the file and the line where another one is no record.
+    """
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                record = json.loads(line)
+                record["kind"], record["step"]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path}, line {number} is no record: {line[:60]!r}; delete the line") from None
+            yield record
 
 
 def _cut_after(path: Path, step: int) -> None:

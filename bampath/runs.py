@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from bampath import checkpoint
 from bampath.checkpoint import CheckpointError
-from bampath.config import Config, from_json, to_json
+from bampath.config import Config, read, to_json
 from bampath.data import Loader
 from bampath.lock import NAME as lock_name
 from bampath.lock import RunLock
@@ -75,7 +75,7 @@ def _not_empty(run_dir: Path) -> FileExistsError:
 def saved_config(run_dir: Path) -> Config | None:
     """The configuration in a run's folder; None if there is none yet."""
     path = run_dir / CONFIG_NAME
-    return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read(path) if path.exists() else None
 
 
 def claim(run_dir: Path, lock: RunLock, resume: bool) -> None:

@@ -167,7 +167,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
     path = options.run_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist, so there is no run to resume; start one with --config")
-    base = configs.from_json(path.read_text(encoding="utf-8"))
+    base = configs.read(path)
     return configs.override(base, *options.overrides), base, options.run_dir
 
 

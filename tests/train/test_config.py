@@ -118,6 +118,15 @@ def test_json_of_another_shape_is_refused(path, value, error):
         config.from_json(json.dumps(values))
 
 
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"a"', "Expecting"), ("[]", "not a list"), ('{"model": 3}', "model=3"), ("", "Expecting value")]
+)
+def test_a_file_that_holds_no_configuration_is_named(tmp_path, text, why):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"config.json holds no configuration: .*{why}"):
+        config.read(tmp_path / "config.json")
+
+
 def test_values_are_checked_when_built_and_cannot_change():
     built = model()
     assert (built.kv_heads, built.head_dim) == (6, 8)

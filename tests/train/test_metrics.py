@@ -42,6 +42,16 @@ def test_a_resumed_log_is_cut_at_its_step(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["note"] == "again"
 
 
+@pytest.mark.parametrize("line", ["junk", "[1]", '{"kind": "train"}', "\\0\\0"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    """Also by a run that would be resumed, which says so instead of losing the records."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"kind": "train", "step": 1, "loss": 2.0}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no record: .*; delete the line"):
+        Writer(tmp_path, 1)
+    assert line in path.read_text()
+
+
 def test_a_run_that_starts_anew_starts_its_log_anew(tmp_path):
     with Writer(tmp_path) as writer:
         writer.write("train", 1, {"loss": 1.0})
