@@ -35,13 +35,14 @@ KINDS = ("speed", "fla", "decode", "checks")
 def part_names(kinds: list[str]) -> list[str]:
     """The parts in the order of their turn on the GPU."""
     by_shape = lambda kind: [f"{kind}:{','.join(map(str, shape))}" for shape in SHAPES]
+    theirs = [f"{name}:{case}" for name in by_shape("fla") for case in ("path", "path-fox")]
     names: list[str] = []
     names += by_shape("speed") if "speed" in kinds else []
     if "checks" in kinds:
         numbers = range(CHECK_PARTS)
         names += [f"oracle:{n}" for n in numbers] + [f"checks:{n}" for n in numbers]
     names += ["decode"] if "decode" in kinds else []
-    names += by_shape("fla") if "fla" in kinds else []
+    names += theirs if "fla" in kinds else []
     return names + (["fla:checks"] if "fla" in kinds and "checks" in kinds else [])
 
 

@@ -1,6 +1,6 @@
 """What FLA's PaTH (flash-linear-attention) takes and how exact it is, for `bench.py`: a part like those of bench_parts.
 
-python -m kernels.path.bench_fla PART FOLDER      PART: fla:B,T,H,D or fla:checks
+python -m kernels.path.bench_fla PART FOLDER      PART: fla:B,T,H,D:CASE or fla:checks
 """
 
 import importlib
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-CASES = ("path", "path-fox")
 
 
 def prepare(torch: Any, attend: Any, leaves: dict[str, Any], do: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -61,20 +59,17 @@ def timed(torch: Any, run: Callable[[], Any]) -> dict[str, Any]:
     return {"ms": times[2], "ms_min": times[0], "ms_max": times[-1], "peak_bytes": memory}
 
 
-def speed_rows(torch: Any, attend: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
+def speed_rows(torch: Any, attend: Any, shape: tuple[int, ...], case: str) -> Callable[[], Any]:
     """Warms up; the result takes the times."""
-    for case in CASES:
-        for run in prepare(torch, attend, *random_leaves(torch, shape, case)):
-            run()
+    runs = prepare(torch, attend, *random_leaves(torch, shape, case))
+    for run in runs:
+        run()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
     def measure() -> Any:
-        for case in CASES:
-            runs = prepare(torch, attend, *random_leaves(torch, shape, case))
-            for name, run in zip(("fwd", "fwd_bwd"), runs, strict=True):
-                yield {"case": case, "pass": name} | dict(zip("BTHD", shape, strict=True)) | timed(torch, run)
-            torch.cuda.empty_cache()
+        for name, run in zip(("fwd", "fwd_bwd"), runs, strict=True):
+            yield {"case": case, "pass": name} | dict(zip("BTHD", shape, strict=True)) | timed(torch, run)
 
     return measure
 
@@ -117,8 +112,11 @@ def main() -> None:
     try:
         torch = importlib.import_module("torch")
         attend = importlib.import_module("fla.ops.path_attn").parallel_path_attn
-        shape = () if part == "checks" else tuple(map(int, part.split(",")))
-        measure = speed_rows(torch, attend, shape) if shape else check_rows(torch, attend, folder)
+        if part == "checks":
+            measure = check_rows(torch, attend, folder)
+        else:
+            sizes, _, case = part.partition(":")
+            measure = speed_rows(torch, attend, tuple(map(int, sizes.split(","))), case)
     except Exception as problem:
         words = f"{part}: {type(problem).__name__}: {problem}"[:300]
         print(json.dumps({"impl": "fla", "skipped": words}), flush=True)
