@@ -98,6 +98,7 @@ def test_an_identical_student_has_no_error(words: tuple[str, ...]) -> None:
     assert errors[1] > 1e-3 * powers[1]
 
 
+@pytest.mark.slow
 def test_a_loop_over_layers_has_the_numbers_of_layers_one_by_one() -> None:
     found = {}
     for scan in ("true", "false"):
@@ -186,7 +187,7 @@ def wide_norm(x: Any, scale: Any, eps: float) -> Any:
     ("position", "kind", "words"),
     [
         ("alibi+ssmax", "attention", ("stage1.error=norm",)),
-        ("bam+ssmax", "attention", ()),
+        pytest.param("bam+ssmax", "attention", (), marks=pytest.mark.slow),
         ("bam", "logits", ("stage2.temperature=2.5",)),
     ],
 )
@@ -194,7 +195,7 @@ def test_gradients_agree_with_finite_differences_in_float64(
     position: str, kind: str, words: tuple[str, ...], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("bampath.attention.rms_norm", wide_norm)  # the model's own works in float32 always
-    student, params, teacher, theirs = pair(position)
+    student, params, teacher, theirs = pair(position, "model.layers=1" if kind == "attention" else "model.layers=2")
     stage = next(s for s in stages_of(tiny(), [f"position={position}", *words]) if s.kind == kind)
     with x64():
         for model in (student, teacher):
@@ -228,6 +229,7 @@ def test_parts_of_a_batch_add_up() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8), *found)
 
 
+@pytest.mark.slow
 def test_a_teacher_in_bfloat16_is_the_model_in_bfloat16() -> None:
     conf = tiny("position=fox")
     params, tokens = fresh(conf), batch_of(np.random.default_rng(8))["tokens"]
@@ -244,7 +246,7 @@ def home(tmp_path_factory: Any) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("distill")
     before = {name: getattr(jax.config, name) for name in CACHE}
     keep_programs(folder / "programs")
-    conf = tiny(f"data.source={text_file(folder)}", f"data.cache_dir={folder / 'cache'}")
+    conf = tiny("model.layers=1", f"data.source={text_file(folder)}", f"data.cache_dir={folder / 'cache'}")
     write_start(folder / "teacher", conf, fresh(conf), tokenizer_of(conf.data))
     yield folder
     for name, value in before.items():
@@ -270,15 +272,15 @@ def test_the_command_runs_three_stages_whose_losses_fall(home: Path, whole: Path
         losses = [r["loss"] for r in read(whole / stage / "metrics.jsonl") if r["kind"] == "train"]
         assert losses[-1] < losses[0], (stage, losses)
     record = next(iter(read(whole / "stage1" / "metrics.jsonl")))
-    assert record["layer_01/relative"] > 0
-    errors = [record[f"layer_{i:02d}/error"] for i in (0, 1)]
-    assert record["loss"] == pytest.approx(np.mean(errors), rel=1e-5)
+    assert record["layer_00/relative"] > 0
+    assert record["loss"] == pytest.approx(record["layer_00/error"], rel=1e-5)
     record = next(iter(read(whole / "stage2" / "metrics.jsonl")))
     assert 0 <= record["agreement"] <= 1
     assert record["layer_00/grad_norm"] > 0
     loaded = load(whole / "stage3")
     assert (loaded.config.model.position, loaded.step) == ("bam+ssmax", 3)
-    assert jnp.isfinite(loaded.model.apply({"params": loaded.params}, jnp.ones((1, 5), jnp.int32))).all()
+    logits = jax.jit(loaded.model.apply)({"params": loaded.params}, jnp.ones((1, 5), jnp.int32))
+    assert jnp.isfinite(logits).all()
 
 
 def test_a_student_starts_as_surgery_says_and_stage_1_leaves_the_rest(home: Path, whole: Path) -> None:
@@ -325,29 +327,31 @@ def test_killed_anywhere_it_continues_bit_for_bit(home: Path, whole: Path) -> No
             np.testing.assert_array_equal(value, b[name], err_msg=f"{stage} {name}, killed at {deaths}")
         losses = [[(r["step"], r["loss"]) for r in read(f / stage / "metrics.jsonl")] for f in (out, whole)]
         assert losses[0] == losses[1]
-
-
-def test_stopped_it_says_so_and_another_plan_is_refused(home: Path) -> None:
-    words = [word for word in STAGES if not word.startswith(("stage2", "stage3"))]
-    words += ["position=nope", "stage2.steps=0", "stage3.steps=0"]
-    log = io.StringIO()
-    found = plan(home / "teacher", words)
-    assert distill(found, home / "stopped", should_stop=lambda: True, say=log.write, log=log) is None
-    assert "continue with --resume" in log.getvalue()
     with pytest.raises(FileExistsError, match="--resume"):
-        distill(found, home / "stopped", log=log)
-    other = plan(home / "teacher", [w.replace("stage1.lr=0.02", "stage1.lr=0.03") for w in words])
+        distill(plan(home / "teacher", words), out, log=log)
+    other = plan(home / "teacher", [word.replace("stage1.lr=0.02", "stage1.lr=0.03") for word in words])
     with pytest.raises(ValueError, match=r"stages.stage1.config.optim.lr was 0.02, now 0.03"):
-        distill(other, home / "stopped", resume=True, log=log)
+        distill(other, out, resume=True, log=log)
+
+
+@pytest.mark.slow
+def test_stopped_it_says_how_to_go_on(home: Path) -> None:
+    words = [word for word in STAGES if not word.startswith(("stage2", "stage3"))]
+    found = plan(home / "teacher", [*words, "position=nope", "stage2.steps=0", "stage3.steps=0"])
+    log = io.StringIO()
+    assert distill(found, home / "stopped", should_stop=lambda: True, log=log) is None
+    assert "stopped after step 1; continue with --resume" in log.getvalue()
+    assert distill(found, home / "stopped", resume=True, log=log) == home / "stopped" / "stage1"
 
 
 def test_mistakes_are_refused_at_once(home: Path, tmp_path: Path, capsys: Any) -> None:
     teacher = home / "teacher"
-    write_start(tmp_path / "wide", tiny("model.dim=32"), fresh(tiny("model.dim=32")), tokenizer_of(tiny().data))
-    more = tiny("model.vocab_size=300")
+    wide = tiny("model.layers=1", "model.dim=32")
+    write_start(tmp_path / "wide", wide, fresh(wide), tokenizer_of(wide.data))
+    more = tiny("model.layers=1", "model.vocab_size=300")
     write_start(tmp_path / "words", more, fresh(more), tokenizer_of(more.data))
     other = tmp_path / "tokenizer"
-    write_start(other, tiny(), fresh(tiny()), tokenizer_of(tiny().data))
+    write_start(other, load(teacher).config, load(teacher).params, tokenizer_of(more.data))
     info = next(other.rglob("checkpoint.json"))
     info.write_text(json.dumps(json.loads(info.read_text()) | {"tokenizer": "another"}))
     for words, said in (
