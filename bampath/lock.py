@@ -40,14 +40,9 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.read(file, 1000).decode("utf-8", "replace").strip()
+            refusal = _refusal(self._path, file, error)
             os.close(file)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OSError(f"{self._path} cannot be locked ({error.strerror}): use another file system") from None
-            raise InUseError(
-                f"{self._path.parent} is being written by {owner or 'another process'}: two would destroy each "
-                "other's checkpoints. Wait for it, end it, or choose another --run-dir"
-            ) from None
+            raise refusal from None
         self._file = file
         owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n"
         try:
@@ -65,6 +60,31 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)  # and with it the lock; the file stays, as removing it could remove another's
             self._file = None
+
+
+def refuse_in_use(run_dir: Path) -> None:
+    """InUseError if another process writes this run; nothing is changed and nothing stays locked."""
+    try:
+        file = os.open(run_dir / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # nobody has ever written here, or nobody may
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        raise _refusal(run_dir / NAME, file, error) from None
+    finally:
+        os.close(file)
+
+
+def _refusal(path: Path, file: int, error: OSError) -> OSError:
+    """What to raise where the lock could not be had."""
+    if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        return OSError(f"{path} cannot be locked ({error.strerror}): use another file system")
+    owner = os.read(file, 1000).decode("utf-8", "replace").strip()
+    return InUseError(
+        f"{path.parent} is being written by {owner or 'another process'}: two would destroy each other's checkpoints. "
+        "Wait for it, end it, or choose another --run-dir"
+    )
 
 
 def _unwritable(run_dir: Path, error: OSError) -> OSError:

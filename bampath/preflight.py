@@ -21,6 +21,7 @@ from bampath.data.formats import Source
 from bampath.data.packing import plan_rows
 from bampath.data.prepared import SHARDS, mixture_of
 from bampath.data.sources import open_source
+from bampath.lock import refuse_in_use
 from bampath.memory import Memory
 from bampath.memory import in_words as size_in_words
 from bampath.profiling import Window
@@ -65,6 +66,8 @@ def check(
     """
     mesh = sharding.mesh_of(config)
     declared = declare(build_model(config))
+    if resume:
+        refuse_in_use(run_dir)
     found = runs.open_run(config, run_dir.absolute(), declared, resume, say)
     if profile is not None:
         profile.check(found.step, config.train.steps)

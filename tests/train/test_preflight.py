@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from bampath import config as configs
 from bampath import memory, preflight, runs
+from bampath.lock import RunLock
 from bampath.memory import Memory
 from bampath.sharding import AXES, mesh_of
 from bampath.step import build_model, declare, init_state, optimizer_of
@@ -159,6 +160,13 @@ def test_folders_and_checkpoints_are_looked_at(texts, tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
     assert dry(*texts, "--run-dir", str(runs_own), "--resume") == 2
     assert "model.position: saved 'rope', now 'bam+ssmax'" in capsys.readouterr().err
+    with RunLock(runs_own) as lock:
+        lock.take()
+        before = (runs_own / "lock").read_text()
+        assert dry(*texts, "--run-dir", str(runs_own), "--resume", "position=rope") == 2
+        assert f"is being written by {before.strip()}: two would destroy" in capsys.readouterr().err
+        assert (runs_own / "lock").read_text() == before
+    assert dry(*texts, "--run-dir", str(runs_own), "--resume", "position=rope") == 0
 
 
 def test_what_does_not_fit_has_a_status_of_its_own(texts, capsys):
