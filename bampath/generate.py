@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bampath.cache import Cache
+from bampath.command import fail_gracefully
 from bampath.data import StreamDecoder, Tokenizer
 from bampath.load import Loaded, load
 from bampath.model import LM, check_length, init_cache, model_config
@@ -284,7 +285,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bampath.command import fail_gracefully
 from bampath.data.build import CARD_NAME, build, unit_is_whole
 from bampath.data.config import DataConfig
 from bampath.data.corpus import PARTS, cache_folder, load_corpus, open_entry, tokenizer_of
@@ -91,7 +92,4 @@ def check_shards(folder: Path, units: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bampath.evaluation.command import fail_gracefully
+from bampath.command import fail_gracefully
 from bampath.evaluation.session import add_session_options, open_session, run_benchmarks
 from bampath.evaluation.suites import suite
 

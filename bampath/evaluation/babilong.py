@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation.babilong_prompts import LABELS, PROMPTS, TEMPLATE
-from bampath.evaluation.command import fail_gracefully
 from bampath.evaluation.materials import Prose, prose, sentences
 from bampath.evaluation.questions import Question, count, draws
 from bampath.evaluation.session import Session, command

@@ -1,8 +1,6 @@
 """What the evaluation commands share: the checkpoint, the reader, lengths such as 4x."""
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
 
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.load import Loaded, load
@@ -47,11 +45,3 @@ def parse_lengths(text: str, train_length: int) -> list[int]:
     if not lengths:
         raise ValueError(f"no length in {text!r}")
     return lengths
-
-
-def fail_gracefully(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run a command; a mistake of the user is one line, not a traceback."""
-    try:
-        main(argv)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")

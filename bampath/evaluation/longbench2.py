@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation.answers import Answered, ask, row
-from bampath.evaluation.command import fail_gracefully
 from bampath.evaluation.likelihood import Pair, likelihoods
 from bampath.evaluation.longbench_e import fit
 from bampath.evaluation.questions import Question

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation import longbench_scores as scores
 from bampath.evaluation.answers import ask, row, speed
-from bampath.evaluation.command import fail_gracefully
 from bampath.evaluation.questions import Question
 from bampath.evaluation.session import Session, command
 

@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from bampath.command import fail_gracefully
 from bampath.data import WORDINGS, Tokenizer
-from bampath.evaluation.command import add_checkpoint_options, fail_gracefully, load_reader, parse_lengths
+from bampath.evaluation.command import add_checkpoint_options, load_reader, parse_lengths
 from bampath.evaluation.intervals import Interval, wilson
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation.answers import equals_any
-from bampath.evaluation.command import fail_gracefully
 from bampath.evaluation.materials import Names, names
 from bampath.evaluation.questions import Question, count, draws, largest, within
 from bampath.evaluation.session import Session, command

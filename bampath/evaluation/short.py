@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bampath.evaluation.command import fail_gracefully
+from bampath.command import fail_gracefully
 from bampath.evaluation.session import Session, command
 
 NAME = "short"

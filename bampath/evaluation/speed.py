@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bampath import config as configs
+from bampath.command import fail_gracefully
 from bampath.evaluation.answers import ModelAnswerer
-from bampath.evaluation.command import fail_gracefully, parse_lengths
+from bampath.evaluation.command import parse_lengths
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.evaluation.results import environment, write_results
 from bampath.generate import prefill

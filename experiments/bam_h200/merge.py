@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from bampath.evaluation.results import write_results
 
 Row = dict[str, Any]
@@ -55,7 +56,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
 from bampath.analysis.figures import short_number
+from bampath.command import fail_gracefully
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES
@@ -326,7 +327,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

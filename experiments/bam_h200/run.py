@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from experiments.bam_h200.config import MIXES, SIZES, Cell
 
 RUNS = Path("runs/bam_h200")
@@ -131,9 +132,4 @@ def prepare_questions(options: argparse.Namespace, cells: Sequence[Cell], materi
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume continues with what is finished")
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; --resume continues with what is finished")

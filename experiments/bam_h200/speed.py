@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from bampath.config import Config, get
 
 HERE = Path(__file__).parent
@@ -207,7 +208,4 @@ def seconds(runner: Any, count: int) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

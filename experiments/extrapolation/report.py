@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
+from bampath.command import fail_gracefully
 from bampath.progress import duration
 from experiments.extrapolation.config import slug
 from experiments.tables import by, findings, passkey_table, perplexity_table, seed_table, time_table
@@ -95,7 +96,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

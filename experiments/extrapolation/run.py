@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from bampath.config import Config
 from experiments.extrapolation.config import SIZES, Study
 
@@ -184,9 +185,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume continues with what is finished")
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; --resume continues with what is finished")

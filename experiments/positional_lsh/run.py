@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
+
 HERE = Path(__file__).parent
 SPEED = HERE.parents[1] / "kernels" / "lsh" / "results.json"
 STEPS = 400  # of the small ALiBi model that gives attention inputs, if no checkpoint does
@@ -106,7 +108,4 @@ def outputs(run: Path, plan: Any) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

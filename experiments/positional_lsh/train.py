@@ -17,6 +17,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
+
 HERE = Path(__file__).parent
 
 
@@ -105,9 +107,4 @@ def plan_of(changes: Sequence[str]) -> Any:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume keeps the cells that are done")
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; --resume keeps the cells that are done")

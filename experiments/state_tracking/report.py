@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from bampath.analysis import save
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, style
+from bampath.command import fail_gracefully
 from bampath.evaluation.intervals import wilson
 from bampath.evaluation.report import table
 from bampath.evaluation.state.tasks import parse_task
@@ -199,7 +200,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

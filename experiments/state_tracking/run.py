@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from experiments.state_tracking.config import SIZES, Study
 
 HERE = Path(__file__).parent
@@ -142,9 +143,4 @@ def publish(out: Path, here: Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume continues with what is finished")
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; --resume continues with what is finished")

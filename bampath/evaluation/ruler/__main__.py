@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from bampath.evaluation.command import fail_gracefully
+from bampath.command import fail_gracefully
 from bampath.evaluation.materials import prose, word_lists
 from bampath.evaluation.ruler.documents import read
 from bampath.evaluation.ruler.tasks import LENGTHS, NEW_TOKENS, TASKS, Material, make, score_of

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
-from bampath.evaluation.command import fail_gracefully
 from bampath.evaluation.session import Session, command
 from bampath.evaluation.state.flipflop import SYMBOLS, FlipFlop
 from bampath.evaluation.state.score import score
