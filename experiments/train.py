@@ -154,6 +154,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Config, Path]:
     """(configuration, what it is shown as changed from, run folder). ValueError for what is missing or unknown."""
+    if options.run_dir is not None:
+        options.run_dir = options.run_dir.expanduser()
+        if re.match(r"[a-z][a-z0-9]+:/", str(options.run_dir)):
+            raise ValueError(f"--run-dir {options.run_dir} is an address, must be a folder: mount it and name that")
     if options.init_from is not None:
         options.overrides = [*options.overrides, f"train.init_from={options.init_from}"]
     if options.config is not None:

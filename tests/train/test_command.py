@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ def test_help_lists_configurations_and_keys(capsys):
         (["--config", "tiny", "--dry-run", "model.vocab_size=100"], "model.vocab_size=100"),
         (["--config", "tiny", "--dry-run", "model.attention_impl=flash"], "implementation='flash' is not one of"),
         (["--config", "tiny", "--dry-run", "data.tokenizer=none.json"], "none.json"),
+        (["--config", "tiny", "--run-dir", "gs://bucket/runs/a"], "is an address, must be a folder"),
         (["--resume"], "--resume needs --run-dir"),
         (["--resume", "--run-dir", "nowhere"], "there is no run to resume"),
     ],
@@ -77,6 +79,8 @@ def test_dry_run_says_what_would_be_trained_and_writes_nothing(tmp_path, capsys,
 def test_the_run_folder_is_named_after_configuration_and_scheme():
     resolved = train.resolve(train.parse(["--config", "tiny", "position=3*rope+window(8),nope"]))
     assert str(resolved[2]) == "runs/tiny-3_rope+window_8_nope"
+    given = train.resolve(train.parse(["--config", "tiny", "--run-dir=~/runs/a"]))
+    assert given[2] == Path.home() / "runs/a"  # a shell leaves it as it is behind the =
 
 
 def test_resuming_takes_the_runs_own_configuration(tmp_path):
