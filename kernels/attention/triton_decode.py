@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kernels.attention import triton_gpu
 from kernels.attention.call import Call, DistancePrior
-from kernels.attention.triton_decode_kernels import SPANS, Plan, Spec, launch, merge_body, span_body, split_body
+from kernels.attention.triton_decode_kernels import SPANS, Plan, Spec, merge_body, span_body, split_body
+from kernels.triton import launch
 
 Array = jax.Array
 MOST_QUERIES = 8
@@ -128,12 +129,13 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         interpret=plan.interpret,
     )
     arrays = _operands(call)
+    run = partial(launch, warps=plan.warps, stages=plan.stages, interpret=plan.interpret)
     line = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct((batch, *shape), dtype)
     if "q_positions" in arrays or "q_segments" in arrays:
         names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
         ends = {"low": line(SPANS, dtype=jnp.int32), "high": line(SPANS, dtype=jnp.int32)}
         some = {n: arrays[n] for n in names if n in arrays}
-        arrays |= launch(partial(span_body, spec), "attention_decode_span", plan, (SPANS, batch), some, ends)
+        arrays |= run(partial(span_body, spec), "attention_decode_span", (SPANS, batch), some, ends)
     if call.prior is not None:
         leaves, treedef = jax.tree.flatten(call.prior.params)
         if is_arithmetic(call.prior.log_prior, one_head(call.prior)):
@@ -148,10 +150,10 @@ def _forward(plan: Plan, call: Call) -> tuple[Array, Array]:
         "part_lse": line(*cut),
     }
     grid = (kv_heads, plan.splits, batch)  # heads first: what they share (gates, positions) is then in the L2
-    parts = launch(partial(split_body, spec, plan), "attention_decode", plan, grid, arrays, outputs)
+    parts = run(partial(split_body, spec, plan), "attention_decode", grid, arrays, outputs)
     results = {"o": line(queries, heads, call.v.shape[3], dtype=call.q.dtype), "lse": line(queries, heads)}
     grid = (spec.rows, kv_heads, batch)
-    merged = launch(partial(merge_body, spec), "attention_decode_merge", plan, grid, parts, results)
+    merged = run(partial(merge_body, spec), "attention_decode_merge", grid, parts, results)
     return merged["o"], merged["lse"]
 
 

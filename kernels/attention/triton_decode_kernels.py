@@ -1,8 +1,6 @@
 """Pallas-Triton kernels of decode: the visible span of a cache, attention over a share of its keys, and the merge."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -229,24 +227,3 @@ def merge_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
     token, head = lax.div(row, jnp.int32(spec.group)), kv_head * spec.group + lax.rem(row, jnp.int32(spec.group))
     plgpu.store(x["o"].at[batch, token, head, d[0]], o.astype(x["o"].dtype), mask=d[0] < spec.value_dim)
     x["lse"][batch, token, head] = jnp.where(total > 0, (base + jnp.log2(safe)) / LOG2E, -jnp.inf)
-
-
-def launch(
-    body: Callable[..., None], name: str, plan: Plan, grid: Any, arrays: dict[str, Any], outputs: dict[str, Any]
-) -> dict[str, Any]:
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    params: Any = {}
-    if not plan.interpret:
-        params["compiler_params"] = plgpu.CompilerParams(num_warps=plan.warps, num_stages=plan.stages)
-    kernel = partial(body, (*arrays, *outputs))
-    kernel.__name__ = name  # type: ignore[attr-defined]
-    run = pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[whole] * len(arrays),
-        out_specs=[whole] * len(outputs),
-        out_shape=list(outputs.values()),
-        interpret=plan.interpret,
-        **params,
-    )
-    return dict(zip(outputs, run(*arrays.values()), strict=True))

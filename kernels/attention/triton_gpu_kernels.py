@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels.triton import launch
+
 Array = jax.Array
 LOG2E = 1.4426950408889634
 
@@ -346,22 +348,16 @@ def _call(
     outputs: dict[str, Any],
     grid: tuple[int, int, int],
 ) -> dict[str, Array]:
-    kernel = partial(body, spec, tiles, (*arrays, *outputs))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    params: Any = {}
-    if not spec.interpret:
-        params["compiler_params"] = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-    kernel.__name__ = f"{body.__name__.strip('_')}_{tiles}"  # type: ignore[attr-defined]
-    run = pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[whole] * len(arrays),
-        out_specs=[whole] * len(outputs),
-        out_shape=list(outputs.values()),
+    return launch(
+        partial(body, spec, tiles),
+        f"{body.__name__.strip('_')}_{tiles}",
+        grid,
+        arrays,
+        outputs,
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=spec.interpret,
-        **params,
     )
-    return dict(zip(outputs, run(*arrays.values()), strict=True))
 
 
 def _line(arrays: dict[str, Array], *rest: int) -> Any:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from kernels.attention.triton_gpu_kernels import Tiles, product
+from kernels.triton import launch
 
 Array = jax.Array
 Refs = dict[str, Any]
@@ -235,22 +235,16 @@ def _call(
     outputs: dict[str, Any],
     grid: tuple[int, int, int],
 ) -> dict[str, Array]:
-    kernel = partial(body, spec, tiles, (*arrays, *outputs))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    params: Any = {}
-    if not spec.interpret:
-        params["compiler_params"] = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-    kernel.__name__ = f"lsh{body.__name__.removesuffix('_body')}_{tiles}"  # type: ignore[attr-defined]
-    run = pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[whole] * len(arrays),
-        out_specs=[whole] * len(outputs),
-        out_shape=list(outputs.values()),
+    return launch(
+        partial(body, spec, tiles),
+        f"lsh{body.__name__.removesuffix('_body')}_{tiles}",
+        grid,
+        arrays,
+        outputs,
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=spec.interpret,
-        **params,
     )
-    return dict(zip(outputs, run(*arrays.values()), strict=True))
 
 
 def _line(arrays: dict[str, Array]) -> Any:
