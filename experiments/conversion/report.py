@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bampath.analysis import passkey_figure, perplexity_figure, save
 from bampath.analysis.figures import COLOURS, DASHES, short_number, style
+from bampath.command import fail_gracefully
 from experiments.tables import by, pooled, table
 
 Row = dict[str, Any]
@@ -174,7 +175,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    fail_gracefully(main, sys.argv[1:])

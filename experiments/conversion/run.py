@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bampath.command import fail_gracefully
 from experiments.conversion.config import SIZES, Case, Study, cases_of
 
 HERE = Path(__file__).parent
@@ -148,9 +149,4 @@ def publish(out: Path, here: Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume continues with what is finished")
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; --resume continues with what is finished")
