@@ -8,13 +8,18 @@ stopped and started again together. What an exit status means is said by `experi
 again is not repeated.
 
     0               done
-    1, 2, 5         a loss that is not finite, a refused run, a file that cannot be written: ends, with this status
+    1, 2, 3, 5      a loss that is not finite, a refused run, a dry run that does not fit, a file that cannot be
+                    written: ends, with this status
     4, 128 + n, −n  another process is gone, stopped or killed by signal n: again, at most --max-restarts times
 
-An interrupt of the supervisor (SIGINT, SIGTERM) goes to the processes, which save, and nothing is started again.
+An interrupt of the supervisor (SIGINT, SIGTERM, a closed terminal) goes to the processes, which save, and nothing is
+started again; a second one stops them at once. Each process has a session of its own, so that an interrupt from the
+keyboard, which goes to everything in the terminal, does not reach it twice. Nobody needs to read the output: when
+whoever watched it is gone, only the logs go on. One supervisor at a time keeps a folder of logs.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -27,17 +32,28 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-FINAL = (1, 2, 5)  # exit statuses of experiments.train after which trying again is no use
+from bampath.lock import NAME as LOCK_NAME
+from bampath.lock import InUseError, RunLock
+
+FINAL = (1, 2, 3, 5)  # exit statuses of experiments.train after which trying again is no use
 STATUS_NAME, PID_NAME, LOG_NAME = "status", "pid", "log"
 _AT_ONCE = 10.0  # seconds; a process that ends sooner is not started again at once
+_FAILED = 2  # the supervisor's own status if something cannot be started or written
+_POLL = 0.05  # seconds
+_FORWARDED = {  # what goes to the processes; they save on SIGTERM, and know nothing of terminals
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGQUIT: signal.SIGQUIT,
+    signal.SIGHUP: signal.SIGTERM,
+}
 
 
 class Supervisor:
     """Runs a command until it is done.
 
-    logs: folder for `log` (all output and what the supervisor did), `attempt-NN-process-I.log`, `pid` and, at the end,
-    `status`. processes: how many of the command make one run; restarts: at most so many; patience: seconds that the
-    others get to end after one process ended badly; pause: seconds before a start after a very short attempt.
+    logs: folder for `log` (all output and what the supervisor did), `attempt-NN-process-I.log`, `pid`, `lock` and, at
+    the end, `status`. processes: how many of the command make one run; restarts: at most so many; patience: seconds
+    that the others get to end after one process ended badly; pause: seconds before a start after a very short attempt.
     """
 
     def __init__(
@@ -57,27 +73,48 @@ class Supervisor:
         self.command, self.logs, self.processes, self.restarts = list(command), logs, processes, restarts
         self.patience, self.pause = patience, pause
         self.stopped_by = 0
+        self._pending: list[signal.Signals] = []  # to be sent to the processes
         self._running: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        """The exit status of the last attempt: 0 done, 128 + n where a process or the supervisor was stopped by n."""
+        """The exit status of the last attempt: 0 done, 128 + n where a process or the supervisor was stopped by n.
+
+        InUseError if another supervisor keeps the folder; OSError if a process cannot be started or a log written.
+        """
         self.logs.mkdir(parents=True, exist_ok=True)
-        (self.logs / STATUS_NAME).unlink(missing_ok=True)
-        (self.logs / PID_NAME).write_text(f"{os.getpid()}\n", encoding="utf-8")
-        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        with RunLock(self.logs) as lock:
+            self._take(lock)
+            (self.logs / STATUS_NAME).unlink(missing_ok=True)
+            (self.logs / PID_NAME).write_text(f"{os.getpid()}\n", encoding="utf-8")
+            # A signal that is ignored, as SIGHUP is under nohup, stays so.
+            caught = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+            before = {number: signal.signal(number, self._note) for number in caught}
+            status = _FAILED
+            try:
+                with (self.logs / LOG_NAME).open("ab") as log:
+                    status = self._attempts(log)
+            finally:
+                self._signal(signal.SIGTERM)  # of an attempt that could not be started or logged completely
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                (self.logs / STATUS_NAME).write_text(f"{status}\n", encoding="utf-8")
+            return status
+
+    def _take(self, lock: RunLock) -> None:
         try:
-            with (self.logs / LOG_NAME).open("ab") as log:
-                status = self._attempts(log)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        (self.logs / STATUS_NAME).write_text(f"{status}\n", encoding="utf-8")
-        return status
+            lock.take()
+        except InUseError:
+            owner = (self.logs / LOCK_NAME).read_text(encoding="utf-8").strip()
+            what = f"--logs {self.logs} is kept by another supervisor, {owner}"
+            raise InUseError(f"{what}: wait for it, end it, or choose another folder") from None
 
     def _attempts(self, log: IO[bytes]) -> int:
         first = len(list(self.logs.glob("attempt-*-process-0.log")))  # of earlier supervisors of this run
         for attempt in range(self.restarts + 1):
+            if self.stopped_by:
+                self._say(log, f"stopped by signal {self.stopped_by} before attempt {first + attempt}")
+                return 128 + self.stopped_by
             start = time.monotonic()
             statuses = self._attempt(first + attempt, log)
             status = verdict(statuses)
@@ -87,8 +124,14 @@ class Supervisor:
                 return status
             self._say(log, f"attempt {first + attempt} ended with {what}; starting again from the last checkpoint")
             if time.monotonic() - start < _AT_ONCE:
-                time.sleep(self.pause)
+                self._rest()
         raise AssertionError("the last attempt returns")
+
+    def _rest(self) -> None:
+        """Wait before the next start, but not longer than until a signal comes."""
+        end = time.monotonic() + self.pause
+        while not self.stopped_by and time.monotonic() < end:
+            time.sleep(_POLL)
 
     def _why(self, status: int) -> str:
         if status == 0:
@@ -105,7 +148,11 @@ class Supervisor:
         port = free_port() if self.processes > 1 else 0
         for index in range(self.processes):
             process = subprocess.Popen(
-                self.arguments(index, port), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                self.arguments(index, port),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             self._running.append(process)
             own = self.logs / f"attempt-{number:02d}-process-{index}.log"
@@ -114,9 +161,10 @@ class Supervisor:
             readers.append(reader)
         pids = " ".join(str(process.pid) for process in self._running)
         self._say(log, f"attempt {number}: process {pids}")
-        if self.stopped_by:  # the signal came before there was anybody to send it to
-            self._signal(self.stopped_by)
         self._wait()
+        for process in self._running:  # what it has left behind would hold its output open
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         for reader in readers:
             reader.join()
         statuses = [process.returncode for process in self._running]
@@ -131,7 +179,8 @@ class Supervisor:
         return [*self.command, *several]
 
     def _wait(self) -> None:
-        """Until all have ended; after a bad end of one, the others are asked to stop and at last killed."""
+        """Until all have ended, passing on signals; after a bad end of one, the others are asked to stop and at last
+        killed."""
         deadlines = [(self.patience, signal.SIGTERM), (2 * self.patience, signal.SIGKILL)]
         bad_since: float | None = None
         while None in (statuses := [process.poll() for process in self._running]):
@@ -139,7 +188,9 @@ class Supervisor:
                 bad_since = time.monotonic()
             if bad_since is not None and deadlines and time.monotonic() - bad_since > deadlines[0][0]:
                 self._signal(deadlines.pop(0)[1])
-            time.sleep(0.05)
+            while self._pending:
+                self._signal(self._pending.pop(0))
+            time.sleep(_POLL)
 
     def _copy(self, process: subprocess.Popen[bytes], own: Path, log: IO[bytes], index: int) -> None:
         """Output of a process, line by line: into its own log, the common one, and to whoever watches."""
@@ -158,12 +209,18 @@ class Supervisor:
         with self._lock:
             log.write(line)
             log.flush()
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
+            try:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+            except OSError:  # nobody reads it any more; what is left in the buffer must not fail at the end, either
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Only remembers the signal: `_wait` sends it once all processes are there, to each of them once."""
         self.stopped_by = number
-        self._signal(number)
+        self._pending.append(_FORWARDED[signal.Signals(number)])
 
     def _signal(self, number: int) -> None:
         for process in self._running:
@@ -202,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return supervisor.run()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _FAILED
 
 
 if __name__ == "__main__":

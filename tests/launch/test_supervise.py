@@ -1,16 +1,22 @@
 """The supervisor: what is started again and what is not, several processes together, signals, logs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from launch.supervise import Supervisor, main, verdict
+from bampath.watch import LOST
+from experiments import train
+from launch.supervise import FINAL, Supervisor, main, verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +46,7 @@ def supervise(folder: Path, statuses: str, **options: float) -> tuple[int, str]:
         ("-9 4 143 0", 0, "", "attempt 2 ended with 143; starting again"),
         ("-9 1 0", 1, "0", "attempt 1 ended with 1; not started again, since it would end so again"),
         ("2 0", 2, "0", "not started again, since"),
+        ("3 0", 3, "0", "not started again, since"),
         ("5 0", 5, "0", "not started again, since"),
         ("-9 -9 -9 -9 0", 137, "0", "not started again after 3 restart(s)"),
     ],
@@ -98,25 +105,138 @@ time.sleep(60)
 """
 
 
-def test_a_stopped_supervisor_lets_the_run_save_and_starts_nothing(tmp_path: Path):
+@contextmanager
+def watched(logs: Path, program: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A supervisor of `python -c program words` in a session of its own, and its output."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch.supervise", "--logs", str(tmp_path), "--", sys.executable, "-c", SAVES],
+        [sys.executable, "-m", "launch.supervise", "--logs", str(logs), "--", sys.executable, "-c", program, *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
-    assert process.stdout is not None
     watchdog = threading.Timer(60, process.kill)
     watchdog.start()
-    for line in process.stdout:
-        if line == "ready\n":
-            os.kill(process.pid, signal.SIGTERM)
-    process.stdout.close()
-    assert process.wait() == 143
-    watchdog.cancel()
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
+        watchdog.cancel()
+
+
+def until(output: IO[str], text: str) -> str:
+    """Read to the first line that has this text."""
+    return next(line for line in output if text in line)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_supervisor_lets_the_run_save_and_starts_nothing(tmp_path: Path, sent: signal.Signals):
+    with watched(tmp_path, SAVES) as (process, output):
+        until(output, "ready")
+        os.kill(process.pid, sent)
+        output.read()
+        assert process.wait() == 143
     log = (tmp_path / "log").read_text()
     assert "saved" in log
-    assert "attempt 0 ended with 143; stopped by signal 15" in log
+    assert f"attempt 0 ended with 143; stopped by signal {int(sent)}" in log
+
+
+# Waits for an interrupt and takes half a second to save, as a step and a checkpoint do.
+TRAINS = """
+import sys, time
+from experiments.train import Stop
+stop = Stop()
+print("ready", flush=True)
+while not stop.by:
+    time.sleep(0.01)
+time.sleep(0.5)
+print("saved", flush=True)
+sys.exit(128 + stop.by)
+"""
+
+
+def test_an_interrupt_from_the_keyboard_reaches_the_run_once(tmp_path: Path):
+    """The terminal sends it to the whole process group; the supervisor, stopped until then, comes second."""
+    with watched(tmp_path, TRAINS) as (process, output):
+        until(output, "ready")
+        os.kill(process.pid, signal.SIGSTOP)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        os.kill(process.pid, signal.SIGCONT)
+        output.read()
+        assert process.wait() == 130
+    log = (tmp_path / "log").read_text()
+    assert "saved\n" in log
+    assert "attempt 0 ended with 130; stopped by signal 2" in log
+
+
+def test_a_signal_between_attempts_ends_the_pause_and_starts_nothing(tmp_path: Path):
+    start = time.monotonic()
+    with watched(tmp_path, "import os; os.kill(os.getpid(), 9)") as (process, output):
+        until(output, "starting again")
+        os.kill(process.pid, signal.SIGTERM)
+        rest = output.read()
+        assert process.wait() == 143
+    assert time.monotonic() - start < 8  # the pause is 10 s
+    assert "stopped by signal 15 before attempt 1" in rest
+    assert (tmp_path / "status").read_text() == "143\n"
+    assert len(list(tmp_path.glob("attempt*"))) == 1
+
+
+def test_a_run_goes_on_when_nobody_watches_any_more(tmp_path: Path):
+    chatty = "import time\nfor i in range(60):\n    print('line', i, flush=True)\n    time.sleep(0.005)"
+    with watched(tmp_path, chatty) as (process, output):
+        until(output, "line 1")
+        output.close()
+        assert process.wait() == 0
+    log = (tmp_path / "log").read_text()
+    assert re.findall(r"^line (\d+)$", log, re.MULTILINE) == [str(i) for i in range(60)]
+    assert log.endswith("attempt 0 ended with 0; done\n")
+    assert (tmp_path / "status").read_text() == "0\n"
+
+
+def test_what_a_killed_process_leaves_behind_does_not_keep_it_from_being_started_again(tmp_path: Path):
+    leaves = """
+import os, subprocess, sys
+if os.path.exists(sys.argv[1]): sys.exit(0)
+open(sys.argv[1], "w").close()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+os.kill(os.getpid(), 9)
+"""
+    start = time.monotonic()
+    command = [sys.executable, "-c", leaves, str(tmp_path / "marker")]
+    assert Supervisor(command, tmp_path / "logs", pause=0).run() == 0
+    assert time.monotonic() - start < 15
+
+
+def test_one_supervisor_at_a_time_keeps_a_folder_of_logs(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with watched(tmp_path, SAVES) as (process, output):
+        until(output, "ready")
+        pid = (tmp_path / "pid").read_text()
+        assert main(["--logs", str(tmp_path), "--", "true"]) == 2
+        said = capsys.readouterr().err
+        assert f"--logs {tmp_path} is kept by another supervisor, process {process.pid} on" in said
+        assert (tmp_path / "pid").read_text() == pid
+        assert not (tmp_path / "status").exists()
+        os.kill(process.pid, signal.SIGTERM)
+        output.read()
+        assert process.wait() == 143
+    assert main(["--logs", str(tmp_path), "--", "true"]) == 0
+
+
+def test_a_command_that_cannot_be_started_has_a_status(tmp_path: Path):
+    assert main(["--logs", str(tmp_path), "--", "no-such-program-here"]) == 2
+    assert (tmp_path / "status").read_text() == "2\n"
+
+
+def test_final_statuses_are_those_of_training():
+    final = (train.NOT_FINITE, train.REFUSED, train.DOES_NOT_FIT, train.UNWRITTEN)
+    assert sorted(FINAL) == sorted(final)
+    assert LOST not in FINAL
 
 
 def test_verdicts():
