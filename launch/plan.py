@@ -76,7 +76,8 @@ def script(plan: Plan) -> str:
     lines = [f"# {plan.name}"]
     for file in plan.files:
         lines += ["", f"# {file.what}", f"mkdir -p {shlex.quote(str(Path(file.path).parent))}"]
-        lines += [f"cat > {shlex.quote(file.path)} <<'END_OF_FILE'", file.text.rstrip("\n"), "END_OF_FILE"]
+        end = _end_of(file.text)
+        lines += [f"cat > {shlex.quote(file.path)} <<'{end}'", file.text.rstrip("\n"), end]
     for command in (*plan.before, *plan.run):
         lines += ["", f"# {command.what}", command.shell()]
     if plan.restarts:
@@ -88,6 +89,14 @@ def script(plan: Plan) -> str:
     for command in plan.after:
         lines += ["", f"# {command.what}", command.shell()]
     return "\n".join(lines)
+
+
+def _end_of(text: str) -> str:
+    """A line that the text does not have."""
+    end = "END_OF_FILE"
+    while end in text.split("\n"):
+        end += "_"
+    return end
 
 
 def execute(plan: Plan, call: Callable[[Command], int], say: Callable[[str], None] = print) -> int:

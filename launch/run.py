@@ -2,9 +2,11 @@
 
     python -m launch.run --on local --config tiny train.steps=200
     python -m launch.run --on tpu-vm --create --spot --type v5litepod-256 --zone us-west4-a --runs /mnt/runs \\
-        --config bam-1.1b position=path+fox mesh.data=16 mesh.fsdp=16 --dry-run
-    python -m launch.run --on xpk --cluster pods --zone us-west4-a --type v6e-256 --runs /mnt/runs --config …
-    python -m launch.run --on slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 --config bam-1.1b mesh.fsdp=16
+        --config bam-1.1b train.accumulate=1 data.batch_size=1280 mesh.data=16 mesh.fsdp=16 --dry-run
+    python -m launch.run --on xpk --cluster pods --zone us-west4-a --type v6e-256 --runs /mnt/runs \\
+        --config bam-1.1b position=path+fox train.accumulate=1 data.batch_size=1280 mesh.data=16 mesh.fsdp=16
+    python -m launch.run --on slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 \\
+        --config bam-1.1b train.accumulate=1 mesh.fsdp=16
 
 A run is called by its configuration, scheme and date; its folder is RUNS/NAME, which all of its machines must see. It
 is started with --resume, so that every later start continues from the last checkpoint: after a preemption, a kill, a
@@ -14,6 +16,8 @@ a run later, launch it again with its --name.
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +37,7 @@ _OWN: dict[str, tuple[set[str], set[str]]] = {  # options that a target needs, a
     "slurm": ({"nodes", "gpus_per_node", "time"}, {"partition", "account"}),
     "local": (set(), {"processes", "python"}),
 }
+_WORDS = ("zone", "project", "tpu", "runtime_version", "cluster", "image", "base_image", "partition", "account")
 _DEFAULTS = {"processes": 1, "python": sys.executable, "base_image": "python:3.12"}
 
 
@@ -50,25 +55,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(script(plan))
         return 0
     if options.on == "local":  # in place of this process, so that whoever stops it stops the run
-        os.execvp(plan.run[0].argv[0], plan.run[0].argv)
+        try:
+            os.execvp(plan.run[0].argv[0], plan.run[0].argv)
+        except OSError as error:
+            print(f"error: {options.python} cannot be run ({error.strerror})", file=sys.stderr)
+            return 2
     return execute(plan, call)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked. ValueError for options that are missing or that the target has no use for, for a wrong
-    configuration, and for a mesh of another size than the machine's."""
+    """The command line, checked. ValueError for options that are missing, that the target has no use for or whose value
+    it could not use, for a wrong configuration, and for a mesh of another size than the machine's."""
     options = _parser().parse_intermixed_args(arguments)
     config = configs.get(options.config, *options.overrides)
     needed, possible = _OWN[options.on]
     for name, value in vars(options).items():
-        given = value not in (None, False)
+        given = value is not None and value is not False
         if name in needed and not given:
             raise ValueError(f"--on {options.on} needs {_flag(name)}")
         if given and name not in _COMMON | needed | possible:
             raise ValueError(f"--on {options.on} has no use for {_flag(name)}")
         if name in possible and not given and name in _DEFAULTS:
             setattr(options, name, _DEFAULTS[name])
-    options.runs = (options.runs or "runs").rstrip("/")
+    _check_words(options)
+    options.runs = _folder("runs", options.runs or "runs", here=options.on in ("local", "slurm"))
+    options.logs = _folder("logs", options.logs, here=True)
     options.name = options.name or run_name(options.config, config.model.position, time.localtime())
     check_name(options.name)
     _check_target(options, config)
@@ -104,13 +115,54 @@ def _parser() -> argparse.ArgumentParser:
     batch = parser.add_argument_group("slurm")
     batch.add_argument("--nodes", type=int)
     batch.add_argument("--gpus-per-node", type=int)
-    batch.add_argument("--time", help="HH:MM:SS of one attempt")
+    batch.add_argument("--time", help="HH:MM:SS or D-HH:MM:SS of one attempt")
     batch.add_argument("--partition")
     batch.add_argument("--account")
     here = parser.add_argument_group("local")
     here.add_argument("--processes", type=int, help="of the run on this machine (default 1)")
     here.add_argument("--python", help="interpreter (default: this one)")
     return parser
+
+
+def _check_words(options: argparse.Namespace) -> None:
+    """ValueError for text that would mean something else in a script: lines of its own, quotes, nothing at all."""
+    for name, value in vars(options).items():
+        if not isinstance(value, str):
+            continue
+        if not value:
+            raise ValueError(f"{_flag(name)} {value!r} is empty")
+        if name in _WORDS and not re.fullmatch(r"[\w.,:@+/-]+", value, re.ASCII):
+            raise ValueError(f"{_flag(name)} {value!r} must be of letters, digits and . , : @ + / - _")
+        if re.search(r"[\x00-\x1f\x7f]", value):
+            raise ValueError(f"{_flag(name)} {value!r} must not have control characters")
+
+
+def _folder(name: str, value: str, *, here: bool) -> str:
+    """A folder as the machines need it. here: relative to this folder or home, which they see, too.
+
+    ValueError for an address, which would become a folder of every machine's own, and for a home that is not there.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]+:/", value, re.IGNORECASE):
+        raise ValueError(f"{_flag(name)} {value} is an address, must be a folder: mount it and name that")
+    if not here and not value.startswith("/"):
+        raise ValueError(f"{_flag(name)} {value!r} must be a path from /, the same folder on all machines")
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise ValueError(f"{_flag(name)} {value!r}: there is no such home")
+    return expanded.rstrip("/")
+
+
+def _check_slurm(options: argparse.Namespace) -> None:
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(options, name)} must be at least 1")
+    if not re.fullmatch(r"(\d+-)?\d+:\d{1,2}:\d{1,2}", options.time, re.ASCII):
+        raise ValueError(f"--time {options.time!r} must be HH:MM:SS or D-HH:MM:SS")
+    logs = str(Path(options.logs).absolute())
+    if re.search(r"[\s%#\\\"']", logs):  # sbatch splits, expands and unquotes what is after --output=
+        raise ValueError(
+            f"--logs: SLURM cannot write into {logs!r}: choose a folder without blanks, quotes, #, % and \\"
+        )
 
 
 def _check_target(options: argparse.Namespace, config: Config) -> None:
@@ -122,15 +174,18 @@ def _check_target(options: argparse.Namespace, config: Config) -> None:
         raise ValueError("--spot is for machines that are made: it needs --create")
     if options.on == "xpk" and options.image and options.base_image != _DEFAULTS["base_image"]:
         raise ValueError("--image and --base-image exclude each other")
+    if options.on == "local":
+        if options.processes < 1:
+            raise ValueError(f"--processes {options.processes} must be at least 1")
+        if shutil.which(options.python) is None:
+            raise ValueError(f"--python {options.python!r} is not a program on this machine")
     devices = None
     if options.on in ("tpu-vm", "xpk"):
         devices = chips_of(options.type)
         own_host = CHIPS_PER_HOST[options.type.split("-")[0]]
         options.hosts = 1 if devices <= own_host else devices // 4
     elif options.on == "slurm":
-        for name in ("nodes", "gpus_per_node"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(options, name)} must be at least 1")
+        _check_slurm(options)
         devices = options.nodes * options.gpus_per_node
     if devices is not None and config.mesh.size != devices:
         raise ValueError(

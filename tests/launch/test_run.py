@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import pytest
 from bampath.metrics import read
 from launch import plan, run
 from launch.plan import Command, File, Plan, call, execute, run_name
-from launch.targets import chips_of
+from launch.targets import chips_of, slurm
 from tests.train.small import SMALL, text_file
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 BIG = ("--config", "bam-1.1b", "mesh.fsdp=16", "train.accumulate=1", "--name", "demo", "--dry-run")
+BATCH = ("--on", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--time", "1:00:00")
+PODS = ("--on", "xpk", "--cluster", "pods", "--zone", "z", "--type", "v6e-16")
 CASES = {
     "tpu-vm": (
         *("--on", "tpu-vm", "--create", "--spot", "--type", "v5litepod-16", "--zone", "us-west4-a"),
@@ -94,6 +97,31 @@ def test_the_plan_is_a_shell_script(target: str):
         (("--on", "slurm", "--nodes", "2", "--gpus-per-node", "4", "--time", "1:0:0"), "has 8 devices, .* is 16"),
         (("--on", "local", "--zone", "z"), "--on local has no use for --zone"),
         (("--on", "local", "--max-restarts", "-1"), "must not be negative"),
+        (("--on", "local", "--processes", "0"), "--processes 0 must be at least 1"),
+        (("--on", "local", "--processes", "-3"), "--processes -3 must be at least 1"),
+        ((*PODS, "--runs", "/r", "--processes", "0"), "--on xpk has no use for --processes"),
+        ((*BATCH, "--nodes", "0"), "--nodes 0 must be at least 1"),
+        (("--on", "local", "--nodes", "0"), "--on local has no use for --nodes"),
+        (("--on", "local", "--python", "/nonexistent"), "--python '/nonexistent' is not a program on this machine"),
+        (("--on", "local", "--name", ""), "--name '' is empty"),
+        (("--on", "local", "--runs", ""), "--runs '' is empty"),
+        ((*BATCH, "--time", ""), "--time '' is empty"),
+        (("--on", "local", "--runs", "gs://b/r"), "--runs gs://b/r is an address, must be a folder: mount it"),
+        ((*BATCH, "--runs", "S3:/b/r"), "--runs S3:/b/r is an address"),
+        ((*PODS, "--runs", "gs://b/r"), "--runs gs://b/r is an address"),
+        ((*PODS, "--logs", "gs://b/r", "--runs", "/r"), "--logs gs://b/r is an address"),
+        ((*PODS, "--runs", "~/r"), "--runs '~/r' must be a path from /, the same folder on all machines"),
+        ((*PODS, "--runs", "runs"), "--runs 'runs' must be a path from /"),
+        (("--on", "local", "--runs", "~nobody-called-so/r"), "--runs '~nobody-called-so/r': there is no such home"),
+        ((*PODS, "--runs", "/r", "--zone", "z\nrm"), r"--zone 'z\\nrm' must be of letters, digits and"),
+        ((*PODS, "--runs", "/r", "--cluster", 'a" OR "'), "--cluster .* must be of letters"),
+        (("--on", "local", "--runs", "a\nb"), r"--runs 'a\\nb' must not have control characters"),
+        ((*BATCH, "--partition", "gpu\nrm -r x"), r"--partition 'gpu\\nrm -r x' must be of letters, digits and"),
+        ((*BATCH, "--account", "a b"), "--account 'a b' must be of letters"),
+        ((*BATCH, "--time", "24"), "--time '24' must be HH:MM:SS or D-HH:MM:SS"),
+        ((*BATCH, "--time", "1:00:00\nrm"), r"--time '1:00:00\\nrm' must not have control characters"),
+        ((*BATCH, "--logs", "/my logs"), "--logs: SLURM cannot write into '/my logs'"),
+        ((*BATCH, "--logs", "/logs/%j"), "--logs: SLURM cannot write into '/logs/%j'"),
         (("--on", "local", "--name", "Not_a_name"), "--name 'Not_a_name' must be"),
         (("--on", "local", "positon=rope"), "unknown key 'positon'; did you mean position"),
     ],
@@ -102,6 +130,59 @@ def test_what_cannot_work_is_refused_at_once(arguments: tuple[str, ...], message
     keys = ("--config", "bam-1.1b", "mesh.fsdp=16", "train.accumulate=1", "--dry-run")
     assert run.main((*arguments, *keys)) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def examples(text: str) -> list[str]:
+    """The command lines `python -m launch.run --on …` of a text."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return re.findall(r"^    python -m launch\.run (--on [a-z].*)$", joined, re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", ["help", "docs/scaling.md"])
+def test_the_examples_can_be_launched(source: str, capsys: pytest.CaptureFixture):
+    if source == "help":
+        with pytest.raises(SystemExit):
+            run.main(["--help"])
+        text = capsys.readouterr().out
+    else:
+        text = (ROOT / source).read_text(encoding="utf-8")
+    found = examples(text)
+    assert [line.split()[1] for line in found] == ["local", "tpu-vm", "xpk", "slurm"]
+    for line in found:
+        words = shlex.split(line)
+        assert run.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["local", "slurm"])
+def test_folders_of_home_are_written_out(target: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    where = BATCH if target == "slurm" else ("--on", "local")
+    assert run.main([*where, *BIG, "--runs", "~/runs/", "--logs", "~/logs"]) == 0
+    out = capsys.readouterr().out
+    assert "JAX_COMPILATION_CACHE_DIR=/home/me/runs/programs " in out
+    assert "--run-dir /home/me/runs/demo " in out
+    assert "/home/me/logs/demo" in out
+    assert "~" not in out
+
+
+def test_a_line_of_an_override_does_not_end_the_file_of_a_dry_run(tmp_path: Path, capsys, monkeypatch):
+    """The printed script, run without sbatch, writes the file that would be written, and nothing of it is run."""
+    monkeypatch.chdir(tmp_path)
+    bad = "train.init_from=a\nEND_OF_FILE\ntouch escaped\nEND_OF_FILE_"
+    words = [*BATCH, *BIG, bad, "--logs", str(tmp_path / "logs")]
+    assert run.main(words) == 0
+    subprocess.run(["bash", "-c", f"sbatch() {{ :; }}\n{capsys.readouterr().out}"], check=True)
+    assert not (tmp_path / "escaped").exists()
+    plan_of_it = slurm(run.parse(words))
+    assert (tmp_path / plan_of_it.files[0].path).read_text() == plan_of_it.files[0].text
+
+
+def test_an_interpreter_that_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    program = tmp_path / "python"
+    program.write_bytes(b"\x7fELF no program")
+    program.chmod(0o755)
+    assert run.main(["--on", "local", "--config", "tiny", "--python", str(program)]) == 2
+    assert f"error: {program} cannot be run" in capsys.readouterr().err
 
 
 def test_names_have_configuration_scheme_and_date():
