@@ -113,7 +113,9 @@ def first_states(configs: Sequence[Config], starts: Sequence[Mapping[str, float]
         if config.model not in compiled:
             compiled[config.model] = _initialisation(config)
         params, rest = compiled[config.model](config.train.seed)
-        states.append(rest(set_parameters(params, declare(build_model(config)), start)))
+        declared = declare(build_model(config))
+        refuse_unknown(declared, start)
+        states.append(rest(set_parameters(params, declared, start)))
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
@@ -138,17 +140,27 @@ def _initialisation(config: Config) -> Any:
 
 def set_parameters(params: Any, declared: Declared, start: Mapping[str, float]) -> Any:
     """`params` with the positional parameters called so filled with a value."""
-    roles = jax.tree.leaves(declared.roles)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = {path[-1].key for (path, _), role in zip(leaves, roles, strict=True) if role in tags.POSITIONAL_ROLES}
-    unknown = sorted(set(start) - names)
-    if unknown:
-        has = ", ".join(sorted(names)) or "none"
-        raise ValueError(f"init.{unknown[0]}: the model has no positional parameter {unknown[0]!r}; it has {has}")
+    names = _positional(declared, params)
     filled: Any = lambda path, leaf: (
         jnp.full_like(leaf, start[path[-1].key]) if path[-1].key in set(start) & names else leaf
     )
     return jax.tree_util.tree_map_with_path(filled, params)
+
+
+def refuse_unknown(declared: Declared, start: Mapping[str, float]) -> None:
+    """ValueError for a name that no positional parameter of the model has."""
+    names = _positional(declared, declared.shapes)
+    unknown = sorted(set(start) - names)
+    if unknown:
+        has = ", ".join(sorted(names)) or "none"
+        raise ValueError(f"init.{unknown[0]}: the model has no positional parameter {unknown[0]!r}; it has {has}")
+
+
+def _positional(declared: Declared, params: Any) -> set[str]:
+    """The names of positional parameters. params: the tree of `declared`, with any leaves."""
+    roles = jax.tree.leaves(declared.roles)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {path[-1].key for (path, _), role in zip(leaves, roles, strict=True) if role in tags.POSITIONAL_ROLES}
 
 
 def same_program(first: Config, other: Config) -> bool:

@@ -23,7 +23,7 @@ from bampath.overrides import to_dict
 from bampath.runs import saved_state, write_config
 from bampath.startup import check_vocabulary
 from bampath.step import Report, TrainState, build_model, declare
-from experiments.sweep import Group, Member
+from experiments.sweep_plan import Group, Member
 from experiments.train import Stop
 
 Row = dict[str, Any]
@@ -37,13 +37,24 @@ def run_group(group: Group, out: Path, stop: Stop) -> list[Row]:
     folder = out / "groups" / group.slug
     finished = folder / "rows.json"
     if finished.exists():
-        rows: list[Row] = json.loads(finished.read_text(encoding="utf-8"))["rows"]
-        return rows
+        return _read_rows(finished, group)
     run = _Run(group, out, folder)
     if not run.train(stop):
         return []
     rows = run.finish()
     write_json(finished, {"rows": rows})
+    return rows
+
+
+def _read_rows(path: Path, group: Group) -> list[Row]:
+    """What a finished group gave. ValueError if the file is damaged or tells of other members."""
+    try:
+        rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        values = [row["values"] for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: delete it, and the group is evaluated again") from error
+    if values != [member.values for member in group.members]:
+        raise ValueError(f"{path} holds the results of other members: choose another --out")
     return rows
 
 

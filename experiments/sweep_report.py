@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, save, style
 from bampath.metrics import read
-from experiments.sweep import SEEDS
+from experiments.sweep_plan import SEEDS
 
 Row = dict[str, Any]
 
