@@ -83,7 +83,7 @@ class Supervisor:
         InUseError if another supervisor keeps the folder; OSError if a process cannot be started or a log written.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        with RunLock(self.logs) as lock:
+        with RunLock(self.logs, "--logs") as lock:
             self._take(lock)
             (self.logs / STATUS_NAME).unlink(missing_ok=True)
             (self.logs / PID_NAME).write_text(f"{os.getpid()}\n", encoding="utf-8")

@@ -228,6 +228,12 @@ def test_one_supervisor_at_a_time_keeps_a_folder_of_logs(tmp_path: Path, capsys:
     assert main(["--logs", str(tmp_path), "--", "true"]) == 0
 
 
+def test_logs_that_cannot_be_written_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "lock").mkdir()
+    assert main(["--logs", str(tmp_path), "--", "true"]) == 2
+    assert "choose another --logs" in capsys.readouterr().err
+
+
 def test_a_command_that_cannot_be_started_has_a_status(tmp_path: Path):
     assert main(["--logs", str(tmp_path), "--", "no-such-program-here"]) == 2
     assert (tmp_path / "status").read_text() == "2\n"
