@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def build(config: DataConfig, folder: Path, workers: int = 0, shard_bytes: int =
     """Tokenise `config.source` into `folder` with so many processes (0: one per core); returns what dataset.json holds.
 
     Text is cut into units of about `shard_bytes` bytes; finished units stay, so that a build that was stopped goes on.
-    ValueError if the folder holds a data set of other text, tokenizer or options; errors of sources pass through.
+    ValueError if the folder holds a data set of other text, tokenizer or options, or if the text has no documents;
+    OSError if it cannot be written; ChildProcessError if a process was killed; errors of sources pass through.
     """
     if config.source.startswith(SHARDS) or mixture_of(config.source):
         raise ValueError(f"source={config.source!r} is tokens already; shards are made of text")
@@ -37,6 +39,8 @@ def build(config: DataConfig, folder: Path, workers: int = 0, shard_bytes: int =
         raise ValueError("max_documents and validation_source do not go with --shards: make a data set of each source")
     if workers < 0 or shard_bytes < 1:
         raise ValueError(f"workers={workers} must not be negative, and shard_bytes={shard_bytes} at least 1")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file, so it cannot be the folder of a data set; choose another folder")
     plan = make_plan(config, shard_bytes)
     _adopt(folder, plan)
     missing = [number for number in range(len(plan["units"])) if not unit_is_whole(folder, number)]
@@ -70,7 +74,10 @@ def make_plan(config: DataConfig, shard_bytes: int) -> dict[str, Any]:
 
 def _adopt(folder: Path, plan: dict[str, Any]) -> None:
     """Write the plan into a new folder, or see that the folder has the same one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"the folder {folder} cannot be made ({error.strerror}); choose another folder") from None
     plan = json.loads(json.dumps(plan))
     there = read_json(folder / PLAN_NAME)
     if there is None:
@@ -108,6 +115,11 @@ def _made(config: DataConfig, folder: Path, units: list[int], processes: int) ->
         try:
             for future in as_completed(futures):
                 yield future.result()
+        except BrokenProcessPool:
+            raise ChildProcessError(
+                f"one of {processes} worker processes was killed, perhaps for want of memory (--workers takes fewer); "
+                "what is finished stays, and the same command goes on from there"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -169,8 +181,9 @@ def make_unit(config: DataConfig, folder: Path, number: int) -> dict[str, Any]:
 
 
 def finish(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Write dataset.json and the card of a data set whose units are all there."""
+    """Write dataset.json and the card of a data set whose units are all there. ValueError if they hold nothing."""
     units = [read_json(folder / f"unit-{number:05d}.json") for number in range(len(plan["units"]))]
+    _refuse_empty(folder, plan, [unit for unit in units if unit is not None])
     parts = {}
     for part in PARTS:
         own = [unit["parts"][part] for unit in units if unit is not None]
@@ -191,6 +204,19 @@ def finish(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
             path.unlink()
         left.rmdir()
     return dataset
+
+
+def _refuse_empty(folder: Path, plan: dict[str, Any], units: list[dict[str, Any]]) -> None:
+    """ValueError if no unit has a document, after taking back what was written, so that the folder can be used."""
+    if any(part["documents"] for unit in units for part in unit["parts"].values()):
+        return
+    for path in (folder / PLAN_NAME, *(folder / f"unit-{unit['unit']:05d}.json" for unit in units)):
+        path.unlink()
+    with suppress(OSError):  # it holds something else
+        folder.rmdir()
+    skipped = sum(unit["skipped"] for unit in units)
+    what = f"all {skipped} documents of source {plan['source']} are empty" if skipped else ""
+    raise ValueError(what or f"source {plan['source']} has no documents")
 
 
 def _content(folder: Path, shard: dict[str, Any]) -> tuple[str, str]:

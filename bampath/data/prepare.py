@@ -43,10 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shard-mb", type=int, default=256, metavar="MB", help="text per shard (default 256)")
     parser.add_argument("--check", action="store_true", help="compare every file with its checksums")
     options = parser.parse_intermixed_args(arguments)
+    if options.shard_mb < 1:
+        raise ValueError(f"--shard-mb {options.shard_mb} must be at least 1")
+    if options.workers < 0:
+        raise ValueError(f"--workers {options.workers} must be at least 1, or 0 for one per core")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = override(DataConfig(), options.overrides, {})
     tokenizer = tokenizer_of(config)
     if options.shards:
+        options.shards = options.shards.expanduser()
         dataset = build(config, options.shards, options.workers, options.shard_mb << 20)
         if options.check:
             check_shards(options.shards, len(dataset["plan"]["units"]))

@@ -1,5 +1,6 @@
 """Corpora that are made of others: data sets of shards (`shards:FOLDER`), and mixtures (`0.7*A,0.3*B`)."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 from bampath.data.config import DataConfig
 from bampath.data.corpus import PARTS, Part, TokenCorpus, digest
 from bampath.data.shards import DATASET_NAME, PLAN_NAME, JoinedTokens, ShardTokens, read_json
+from bampath.data.sources import WEIGHT
 from bampath.data.tokenizer import Tokenizer
 
 SHARDS = "shards:"
@@ -18,23 +20,25 @@ MADE_WITH = ("add_bos", "add_eos", "split", "validation_fraction", "documents", 
 
 
 def mixture_of(source: str) -> list[tuple[float, str]]:
-    """(weight, source) of `0.7*A,0.3*B`; empty for any other source. ValueError for weights that are not positive."""
-    parts = re.split(r",(?=\s*[0-9.]+\*)", source)
-    found = [re.fullmatch(r"\s*([0-9.]+)\*(.+)", part) for part in parts]
-    if found[0] is None:
+    """(weight, source) of `0.7*A,0.3*B`; empty for any other source, also for one part alone: `9*.txt` is a glob.
+
+    ValueError for weights that are not positive numbers.
+    """
+    parts = re.split(rf",(?=\s*{WEIGHT}\*)", source)
+    found = [re.fullmatch(rf"\s*({WEIGHT})\*(.+)", part) for part in parts]
+    if found[0] is None or len(found) == 1:
         return []
     parsed = []
     for match in found:
-        assert match is not None  # the split is in front of such a part only
+        if match is None:  # nothing behind the star
+            raise ValueError(f"a part of source={source!r} has a weight and no source")
         try:
             weight = float(match[1])
         except ValueError:
             raise ValueError(f"the weight {match[1]!r} in source={source!r} is not a number") from None
-        if weight <= 0:
-            raise ValueError(f"the weight {match[1]} in source={source!r} must be greater than 0")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"the weight {match[1]} in source={source!r} must be finite and greater than 0")
         parsed.append((weight, match[2].strip()))
-    if len(parsed) == 1:
-        raise ValueError(f"source={source!r} is a mixture of one; leave its weight out")
     return parsed
 
 
@@ -98,10 +102,11 @@ def open_shards(config: DataConfig, part: Part, tokenizer: Tokenizer) -> TokenCo
     shards = [ShardTokens(folder / _name(shard), shard["tokens"], dtype) for shard in facts["shards"]]
     lengths = [np.fromfile((folder / _name(shard)).with_suffix(".lengths"), "<u4") for shard in facts["shards"]]
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, "<u4"), *lengths]), dtype=np.int64)])
+    others = dataset["parts"][next(p for p in PARTS if p != part)]["documents"]
     if facts["documents"] == 0:
-        raise ValueError(f"the {part} part of {config.source} is empty: its split puts all documents on the other side")
-    other = next(p for p in PARTS if p != part)
-    more = {"part": part, "source": config.source, "other_documents": dataset["parts"][other]["documents"]}
+        why = f"its split puts all {others} documents on the other side" if others else "it has no documents at all"
+        raise ValueError(f"the {part} part of {config.source} is empty: {why}")
+    more = {"part": part, "source": config.source, "other_documents": others}
     info = {**dataset["facts"], **{name: facts[name] for name in ("characters", "first_names")}, **more}
     return TokenCorpus(JoinedTokens(shards, dtype), offsets.astype(np.int64), facts["fingerprint"], info)
 

@@ -13,6 +13,7 @@ import difflib
 import glob
 import hashlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from bampath.data.tfds_source import open_tfds
 
 Split = Literal["auto", "years", "hash", "none"]
 HELD_OUT_YEARS = ("1825", "1861", "1905", "1946", "1981")
+WEIGHT = r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?"  # a number, or what was meant to be one, in front of a mixture's part
 _HASH_WHOLE = 32 << 20
 _HASH_ENDS = 1 << 20
 
@@ -39,12 +41,16 @@ def open_source(spec: str, options: ReadOptions | None = None) -> Source:
     return _files_source(spec, find_files(spec), options)
 
 
-def find_files(pattern: str, suffixes: tuple[str, ...] = tuple(READERS)) -> list[Path]:
-    """The readable files of a path, folder (searched recursively) or glob, sorted. Errors as in `open_source`."""
+def find_files(pattern: str, suffixes: tuple[str, ...] = tuple(READERS), kind: str = "") -> list[Path]:
+    """The readable files of a path, folder (searched recursively) or glob, sorted. Errors as in `open_source`.
+
+    kind: what stands in front of the path in the spec, such as "fineweb:", for messages.
+    """
     path = Path(pattern).expanduser()
     if path.is_file():
         if path.suffix not in suffixes:
-            raise ValueError(f"{path} has the suffix {path.suffix!r}; readable are {', '.join(suffixes)}")
+            what = f"source={kind + pattern!r}: {path}" if kind else path
+            raise ValueError(f"{what} has the suffix {path.suffix!r}; readable are {', '.join(suffixes)}")
         return [path]
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
@@ -52,15 +58,20 @@ def find_files(pattern: str, suffixes: tuple[str, ...] = tuple(READERS)) -> list
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
         found = [p for p in found if p.suffix in suffixes and p.is_file()]
     if not found:
-        raise FileNotFoundError(_nothing_found(pattern, path, suffixes))
+        raise FileNotFoundError(_nothing_found(pattern, path, suffixes, kind))
     return found
 
 
-def _nothing_found(pattern: str, path: Path, suffixes: tuple[str, ...]) -> str:
+def _nothing_found(pattern: str, path: Path, suffixes: tuple[str, ...], kind: str) -> str:
+    which = f"source={kind + pattern!r}: " if kind else ""
     if path.is_dir():
-        return f"the folder {pattern} holds no {', '.join(suffixes)} file"
+        return f"{which}the folder {pattern} holds no {', '.join(suffixes)} file"
     if glob.has_magic(pattern):
-        return f"the glob {pattern} matches no {', '.join(suffixes)} file"
+        mixture = "; a mixture is WEIGHT*SOURCE,WEIGHT*SOURCE,…, of at least two, each with its weight"
+        hint = mixture if re.search(rf"(^|,)\s*{WEIGHT}\*", pattern) else ""
+        return f"{which}the glob {pattern} matches no {', '.join(suffixes)} file{hint}"
+    if kind:
+        return f"{which}{pattern} is no file, folder or glob"
     near = difflib.get_close_matches(pattern, ["sotu", "fineweb:", "tfds:"], n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"source={pattern!r} is no file, folder or glob{hint}; named sources are sotu, fineweb:PATH, tfds:NAME"
@@ -75,7 +86,7 @@ def _files_source(spec: str, files: list[Path], options: ReadOptions) -> Source:
 
 
 def _fineweb(kind: str, pattern: str, options: ReadOptions) -> Source:
-    files = find_files(pattern, (".parquet",))
+    files = find_files(pattern, (".parquet",), f"{kind}:")
 
     def read() -> Iterator[Document]:
         for path in files:

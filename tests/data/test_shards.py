@@ -146,6 +146,32 @@ def test_a_killed_build_goes_on(text: Path, made: Path, tmp_path: Path):
     assert contents(folder) == contents(made)
 
 
+class Deadly:
+    """A task that ends the process which receives it, at once, as a kill does."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return os._exit, (9,)
+
+
+def test_a_killed_worker_is_one_line(text: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "worker" / "set"
+    monkeypatch.setattr("bampath.data.build.make_unit", Deadly())
+    with pytest.raises(ChildProcessError, match=r"one of 2 worker processes was killed.*the same command goes on"):
+        build(config_of(text), folder, workers=2, shard_bytes=3000)
+    monkeypatch.undo()
+    build(config_of(text), folder, workers=1, shard_bytes=3000)
+    assert contents(folder) == contents(made)
+
+
+def test_an_empty_part_says_where_the_documents_are(text: Path, tmp_path: Path):
+    config = DataConfig(source=str(text), split="none", workers=0)
+    build(config, tmp_path / "set", workers=1)
+    with pytest.raises(
+        ValueError, match=r"the validation part .* is empty: its split puts all 60 documents on the other"
+    ):
+        load_corpus(shards_config(tmp_path / "set"), "validation")
+
+
 def test_damage_is_found_and_mended(text: Path, made: Path, tmp_path: Path):
     folder = tmp_path / "damaged" / "set"
     build(config_of(text), folder, workers=1, shard_bytes=3000)
@@ -253,6 +279,9 @@ def test_joined_tokens_are_the_concatenation():
         ("text,more", []),
         ("0.7*shards:/a,0.3*sotu", [(0.7, "shards:/a"), (0.3, "sotu")]),
         ("1*a,b.jsonl, 2*c", [(1.0, "a,b.jsonl"), (2.0, "c")]),
+        ("1e-3*A,+2.5E1*B", [(0.001, "A"), (25.0, "B")]),
+        ("9*.txt", []),
+        ("1*a", []),
     ],
 )
 def test_mixtures_are_written_as_weights_and_sources(source: str, parts: list[tuple[float, str]]):
@@ -261,7 +290,13 @@ def test_mixtures_are_written_as_weights_and_sources(source: str, parts: list[tu
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("0*a,1*b", "weight 0 .* must be greater than 0"), ("1.2.3*a,1*b", "is not a number"), ("1*a", "mixture of one")],
+    [
+        ("0*a,1*b", "weight 0 .* must be finite and greater than 0"),
+        ("1*a,1e999*b", "weight 1e999 .* must be finite and greater than 0"),
+        ("-1e-3*a,1*b", "weight -1e-3 .* must be finite and greater than 0"),
+        ("1.2.3*a,1*b", "is not a number"),
+        ("1*a,2*", "a part of .* has a weight and no source"),
+    ],
 )
 def test_wrong_mixtures_are_refused(source: str, message: str):
     with pytest.raises(ValueError, match=message):

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from bampath.data import DataConfig, load_corpus
 from bampath.data.formats import Document, ReadOptions
 from bampath.data.sources import HELD_OUT_YEARS, open_source, split_rule
 
@@ -184,6 +186,28 @@ def test_missing_files_and_unknown_specs(tmp_path: Path):
     (tmp_path / "a.md").write_text("x", "utf-8")
     with pytest.raises(ValueError, match=r"suffix '\.md'; readable are \.txt, \.jsonl, \.parquet"):
         open_source(str(tmp_path / "a.md"))
+
+
+def test_wrong_paths_of_a_kind_keep_it(tmp_path: Path):
+    (tmp_path / "a.jsonl").touch()
+    for path, message in (
+        ("nowhere", "nowhere is no file, folder or glob"),
+        ("a.jsonl", r"a.jsonl has the suffix '\.jsonl'; readable are \.parquet"),
+        ("", r"the folder .* holds no \.parquet file"),
+        ("*.parquet", r"the glob .* matches no \.parquet file$"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"^source='fineweb-edu:{tmp_path}/.*': .*{message}"):
+            open_source(f"fineweb-edu:{tmp_path}/{path}")
+
+
+def test_a_glob_may_begin_with_a_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("9a", "9b", "8"):
+        Path(f"{name}.txt").write_text(name, "utf-8")
+    config = DataConfig(source="9*.txt", split="none", cache_dir=str(tmp_path))
+    assert load_corpus(config).info["first_names"] == ["9a", "9b"]
+    with pytest.raises(FileNotFoundError, match=r"the glob 1\*sotu matches no .* file; a mixture is .* at least two"):
+        load_corpus(replace(config, source="1*sotu"))
 
 
 def test_identity_follows_content_names_and_options(tmp_path: Path):
