@@ -188,6 +188,8 @@ def wide_norm(x: Any, scale: Any, eps: float) -> Any:
     [
         ("alibi+ssmax", "attention", ("stage1.error=norm",)),
         pytest.param("bam+ssmax", "attention", (), marks=pytest.mark.slow),
+        pytest.param("path+fox", "attention", (), marks=pytest.mark.slow),
+        pytest.param("path", "logits", (), marks=pytest.mark.slow),
         ("bam", "logits", ("stage2.temperature=2.5",)),
     ],
 )
