@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from bampath import checkpoint, config, sweep
+from bampath.data import load_corpus
 from bampath.lock import InUseError, RunLock
 from bampath.metrics import read
 from bampath.train import fit
-from experiments.sweep import check, claim, main
+from experiments.sweep import check, check_text, claim, main
 from experiments.sweep_group import run_group
 from experiments.sweep_plan import Axis, Spec, axis_of, member_of, plan, spec_json
 from experiments.sweep_report import report, write_figures
@@ -325,6 +326,24 @@ def test_one_process_trains_in_a_folder(
     (out / "sweep.json").unlink()
     with RunLock(out, "--out") as lock:
         claim(out, lock, resume=False)  # of a command that was stopped before it began, only the lock is left
+
+
+def test_a_damaged_cache_stops_no_sweep(tmp_path: Path):
+    """As it is built anew; what cannot be read at all does."""
+    keys = (*SMALL, f"data.source={text_file(tmp_path)}", f"data.cache_dir={tmp_path / 'cache'}")
+    groups = plan(Spec("tiny", keys, (Axis("seed", ("0", "1")),), ()))
+    load_corpus(groups[0].members[0].config.data)
+    check_text(groups)
+    (meta,) = (tmp_path / "cache").glob("*/meta.json")
+    meta.write_text("{")
+    check_text(groups)
+    meta.unlink()
+    meta.parent.joinpath("train.tokens").unlink()
+    check_text(groups)
+    for path in (tmp_path / "text").iterdir():
+        path.write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        check_text(groups)
 
 
 @pytest.mark.parametrize(
