@@ -255,6 +255,9 @@ def find(path: Path | str) -> Path:
     if not (run / FOLDER).is_dir():
         why = problem(path)
         if why is not None:
+            below = (*path.glob(f"*/{FOLDER}"), *path.glob(f"*/*/{FOLDER}"))  # a sweep's, a distillation's
+            inside = sorted(str(found.parent.relative_to(path)) for found in below)[:3]
+            why = f"it holds runs, so name one of them, such as {', '.join(inside)}" if inside else why
             raise CheckpointError(f"{path} is neither a run nor a complete checkpoint: {why}")
         return path
     found = latest(run)

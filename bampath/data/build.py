@@ -232,7 +232,7 @@ def dataset_card(dataset: dict[str, Any], folder: Path) -> str:
         f"# {folder.name}",
         "",
         f"Tokens of `{plan['source']}`, made by `python -m bampath.data.prepare --shards`; read with "
-        f"`data.source={SHARDS}{folder.name}`.",
+        f"`data.source={SHARDS}PATH`, where PATH is this folder's.",
         "",
         "| | |",
         "|---|---|",

@@ -148,6 +148,8 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(KINDS), help="some of " + ",".join(KINDS))
     parser.add_argument("--table", action="store_true", help="write the tables of docs/path.md from results.json")
     args = parser.parse_args()
+    if args.table and not RESULTS.exists():
+        parser.error(f"{RESULTS.name} is not there yet: run the benchmark on a GPU first")
     if not args.table:
         kinds = args.parts.split(",")
         if unknown := set(kinds) - set(KINDS):

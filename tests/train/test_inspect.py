@@ -130,3 +130,9 @@ def test_what_is_no_checkpoint_is_refused_in_a_line(bam, tmp_path, capsys):
 def test_the_flag_may_stand_between_the_checkpoints(bam, capsys):
     assert inspect.main([str(bam), "--diff", str(bam)]) == 0
     assert "configuration: no difference" in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_names_them(tmp_path, capsys):
+    save(tmp_path / "members" / "seed-0", small("position=nope"))
+    assert inspect.main([str(tmp_path)]) == 2
+    assert "it holds runs, so name one of them, such as members/seed-0" in capsys.readouterr().err
