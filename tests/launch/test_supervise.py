@@ -105,11 +105,21 @@ time.sleep(60)
 """
 
 
+# What a test runner in the background ignores, its children would ignore as well.
+NOTICES = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+NOTICING = (sys.executable, "-c", NOTICES)
+
+
 @contextmanager
 def watched(logs: Path, program: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """A supervisor of `python -c program words` in a session of its own, and its output."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch.supervise", "--logs", str(logs), "--", sys.executable, "-c", program, *words],
+        [*NOTICING, "-m", "launch.supervise", "--logs", str(logs), "--", sys.executable, "-c", program, *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
