@@ -19,6 +19,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.bam_h200.config import MIXES, SIZES, Cell
+from experiments.studies import folder_of
 
 RUNS = Path("runs/bam_h200")
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = cells_of(options)
     from experiments.bam_h200.schedule import run_cells
 
-    out = folder_of(options)
+    out = folder_of(options, RUNS)
     materials, jobs = prepare(options, cells, out)
     run_cells(cells, materials, jobs, options)
 
@@ -70,16 +71,6 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     for cell in cells:
         cell.config(Path("tokenizer.json"), "text", tuple(options.overrides))
     return cells
-
-
-def folder_of(options: argparse.Namespace) -> Path:
-    """Where the study goes. ValueError if another one is there that is not to be continued."""
-    if options.resume and options.out is None:
-        raise ValueError("--resume needs --out, the folder of the study")
-    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
-    if not options.resume and (out / "cells").exists():
-        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
-    return Path(out).absolute()
 
 
 def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> tuple[Any, list[Future[None]]]:

@@ -10,7 +10,6 @@ script.
 """
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.conversion.config import SIZES, Case, Study, cases_of
+from experiments.studies import folder_of, publish
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/conversion")
@@ -27,7 +27,7 @@ RUNS = Path("runs/conversion")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    out = folder_of(options)
+    out = folder_of(options, RUNS)
     results = run_study(options, out)
     if options.publish:
         publish(out, HERE, results)
@@ -64,16 +64,6 @@ def study_of(options: argparse.Namespace) -> Study:
     study = replace(study, words=tuple(words.values()))
     given = {"samples": options.samples, "rows": options.rows}
     return replace(study, **{name: value for name, value in given.items() if value is not None})
-
-
-def folder_of(options: argparse.Namespace) -> Path:
-    """Where the study goes. ValueError if another one is there that is not to be continued."""
-    if options.resume and options.out is None:
-        raise ValueError("--resume needs --out, the folder of the study")
-    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
-    if not options.resume and (out / "cells").exists():
-        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
-    return Path(out).absolute()
 
 
 def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -135,17 +125,6 @@ def write(bench: Any, every: Sequence[Case], env: dict[str, Any], facts: dict[st
     results = {"env": env, "study": facts, "rows": rows}
     write_report(bench.out, results)
     return results
-
-
-def publish(out: Path, here: Path, results: dict[str, Any]) -> None:
-    """Copy results.json, report.md and figures into `here`, under names with the study's size."""
-    size = results["study"]["name"]
-    shutil.copy(out / "results.json", here / f"results-{size}.json")
-    for figure in sorted((out / "figures").glob("*.png")):
-        (here / "figures").mkdir(exist_ok=True)
-        shutil.copy(figure, here / "figures" / f"{size}-{figure.name}")
-    text = (out / "report.md").read_text(encoding="utf-8").replace("(figures/", f"(figures/{size}-")
-    (here / f"report-{size}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ results.json, report.md and figures grow in --out; --publish copies them beside 
 """
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.state_tracking.config import SIZES, Study
+from experiments.studies import folder_of, publish
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/state_tracking")
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for trial in study.trials:  # a wrong scheme or task fails here, before anything is made
         for scheme in trial.schemes:
             trial.config(scheme, trial.depths[0])
-    out = folder_of(options)
+    out = folder_of(options, RUNS)
     results = run_study(study, out, options.minutes)
     if options.publish:
         publish(out, HERE, results)
@@ -65,16 +65,6 @@ def study_of(options: argparse.Namespace) -> Study:
     if options.schemes:
         trials = tuple(replace(trial, schemes=tuple(options.schemes)) for trial in trials)
     return Study(study.name, trials, tuple(options.seeds or study.seeds))
-
-
-def folder_of(options: argparse.Namespace) -> Path:
-    """Where the study goes. ValueError if another one is there that is not to be continued."""
-    if options.resume and options.out is None:
-        raise ValueError("--resume needs --out, the folder of the study")
-    out = options.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
-    if not options.resume and (out / "cells").exists():
-        raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
-    return Path(out)
 
 
 def run_study(study: Study, out: Path, minutes: float = float("inf")) -> dict[str, Any]:
@@ -129,17 +119,6 @@ def _write(
     if rows:
         write_report(out, results)
     return results
-
-
-def publish(out: Path, here: Path, results: dict[str, Any]) -> None:
-    """Copy results.json, report.md and figures into `here`, under names with the study's size."""
-    size = results["study"]["name"]
-    shutil.copy(out / "results.json", here / f"results-{size}.json")
-    for figure in sorted((out / "figures").glob("*.png")):
-        (here / "figures").mkdir(exist_ok=True)
-        shutil.copy(figure, here / "figures" / f"{size}-{figure.name}")
-    text = (out / "report.md").read_text(encoding="utf-8").replace("(figures/", f"(figures/{size}-")
-    (here / f"report-{size}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -134,10 +134,14 @@ def run_parts(names: list[str], module: str, limit: float) -> Iterator[tuple[str
 
 
 def run_all(out: Path, commit: str | None, wanted: list[str] | None, limit: float) -> int:
-    """Everything, or the parts that begin with one of `wanted` into the report there is. Returns the failures."""
+    """Everything, or the parts that begin with one of `wanted` into the report there is. Returns the failures.
+
+    The checks always run: no time is taken without them.
+    """
     from kernels.attention.bench_parts import PARTS
 
-    names = [name for name in (*PARTS, *PEER_PARTS) if wanted is None or any(name.startswith(w) for w in wanted)]
+    every = (*PARTS, *PEER_PARTS)
+    names = [name for name in every if wanted is None or any(name.startswith(w) for w in (*wanted, "checks"))]
     env = environment(commit)
     run = f"{env['date']} {datetime.datetime.now():%H:%M}"
     fresh: list[dict[str, Any]] = []
@@ -184,7 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument("--commit", help="recorded in the results")
-    parser.add_argument("--parts", help="only the parts that begin with one of these, separated by commas")
+    parser.add_argument(
+        "--parts", help="only the checks and the parts that begin with one of these, separated by commas"
+    )
     parser.add_argument("--limit", type=float, default=360, help="seconds until the parts must have prepared")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="put the committed results into docs/kernels.md and stop")

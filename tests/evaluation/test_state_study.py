@@ -128,9 +128,9 @@ def test_command_line(tmp_path):
         run.study_of(run.parse(["--tasks", "parity"]))
     (tmp_path / "cells").mkdir()
     with pytest.raises(ValueError, match="--resume"):
-        run.folder_of(run.parse(["--out", str(tmp_path)]))
+        run.folder_of(run.parse(["--out", str(tmp_path)]), run.RUNS)
     with pytest.raises(ValueError, match="--out"):
-        run.folder_of(run.parse(["--resume"]))
+        run.folder_of(run.parse(["--resume"]), run.RUNS)
     with pytest.raises(ValueError, match="did you mean"):
         run.main(["--schemes", "roqe", "--out", str(tmp_path / "new")])
 
