@@ -16,11 +16,13 @@ import datetime
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ TIMED = ("times", "tune")  # parts that do
 class Part:
     """A process of one part, which prints its rows as JSON; one that times says READY first, and waits for a line."""
 
-    def __init__(self, name: str, folder: Path, done: Path | None) -> None:
+    def __init__(self, name: str, folder: Path, done: Path | None, record: Callable[[dict[str, Any]], None]) -> None:
         command = [
             sys.executable,
             "-W",
@@ -49,7 +51,7 @@ class Part:
         command += ["--except", str(done)] if done else []
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the processes share the GPU's memory
         env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        self.name, self.rows = name, list[dict[str, Any]]()
+        self.name, self.record = name, record
         self.ready, self.done = threading.Event(), threading.Event()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         threading.Thread(target=self._read, daemon=True).start()
@@ -58,7 +60,7 @@ class Part:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
-                self.rows.append(json.loads(line))
+                self.record(json.loads(line))
                 print(line[:300].rstrip(), flush=True)
             elif line.strip() == "READY":
                 self.ready.set()
@@ -78,9 +80,19 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float, missi
     env = environment(commit)
     run = f"{env['date']} {datetime.datetime.now():%H:%M}"
     before = json.loads(out.read_text()) if missing and out.exists() else {"runs": {}, "rows": []}
+    report = {"runs": before["runs"] | {run: env}, "rows": before["rows"]}
+    mine: list[dict[str, Any]] = []
+    turn = threading.Lock()
+
+    def record(row: dict[str, Any]) -> None:  # at once: a run that is stopped keeps what it has
+        with turn:
+            mine.append(row)
+            write_whole(out, report | {"rows": before["rows"] + [row | {"run": run} for row in mine]})
+
     left = lambda share: max(0.0, begin + share * limit - time.time())
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Part(name, Path(folder), out if missing else None) for name in names]
+        done = Path(shutil.copy(out, Path(folder) / "done.json")) if missing and out.exists() else None
+        parts = [Part(name, Path(folder), done, record) for name in names]
         for part in parts:  # compiling beside a timing would delay its launches
             (part.ready if part.name.startswith(TIMED) else part.done).wait(left(0.75))
         print(
@@ -94,12 +106,16 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float, missi
         for part in parts:
             part.process.kill()
             part.process.wait()
-    rows = [row | {"run": run} for part in parts for row in part.rows]
-    report = {"runs": before["runs"] | {run: env}, "rows": before["rows"] + rows}
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    failures = sum("failed" in row or not row.get("passed", True) for row in rows)
-    print(f"{time.time() - begin:6.1f}s done, {len(rows)} rows, {failures} failures, out of time: {late}")
+    failures = sum("failed" in row or not row.get("passed", True) for row in mine)
+    print(f"{time.time() - begin:6.1f}s done, {len(mine)} rows, {failures} failures, out of time: {late}")
     return failures + len(late)
+
+
+def write_whole(out: Path, report: dict[str, Any]) -> None:
+    """Never half a file."""
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(partial, out)
 
 
 def run_part(name: str, lock: Path, done: Path | None) -> None:
