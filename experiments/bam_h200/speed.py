@@ -5,17 +5,20 @@
     python -m experiments.bam_h200.speed --minutes 5         start no shape after that; call again to go on
 
 A cell is a model shape and what trains it: a positional scheme of bampath or PyTorch (transformers' Llama with RoPE,
-torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own, so that memory is its own. Rows
-go to a file (--out); a shape whose rows are all there is not run again. `ratio` is tokens per second over those of
-PyTorch, and of our RoPE, at the same shape in the same run.
+torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own; those of a shape compile side
+by side (their states fit the device together) and are then timed one at a time, while the others wait. Rows go to a
+file (--out); a shape whose rows are all there is not run again. `ratio` is tokens per second over those of PyTorch, and
+of our RoPE, at the same shape in the same run.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "speed.json"
 SCHEMES = ("rope", "bam+ssmax", "path+fox")
 WINDOWS, WINDOW_SECONDS, WARM_UP = 5, 1.0, 3
+READY = "READY"
 
 
 @dataclass(frozen=True)
@@ -122,24 +126,61 @@ def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
             print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
             break
         kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape.name]
-        for cell in mine:
-            row, env = spawn(cell)
-            if row is not None:
-                kept["env"] |= env
-                kept["rows"] = with_ratios([*kept["rows"], row])
-                write_results(out, kept["env"], kept["rows"])
-                print(show(kept["rows"][-1]), flush=True)
+        for row, env in side_by_side(mine):
+            kept["env"] |= env
+            kept["rows"] = with_ratios([*kept["rows"], row])
+            write_results(out, kept["env"], kept["rows"])
+            print(show(kept["rows"][-1]), flush=True)
 
 
-def spawn(cell: Cell) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """(row, environment) of a cell run in a new process; (None, {}) after showing why it failed."""
-    command = [sys.executable, "-m", "experiments.bam_h200.speed", "--cell", cell.name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{cell.name} failed:\n" + "\n".join(done.stderr.splitlines()[-15:]), flush=True)
-        return None, {}
-    result = json.loads(done.stdout.splitlines()[-1])
-    return result["row"], result["env"]
+def side_by_side(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, environment) of each cell: all are prepared, each in its own process, then timed in turn.
+
+    A cell that fails is shown and left out.
+    """
+    started = [Started(cell) for cell in cells]
+    try:
+        for one in started:
+            one.wait()
+        print(f"{cells[0].shape.name}: {len(cells)} cells prepared", flush=True)
+        for one in started:
+            result = one.finish()
+            if result is not None:
+                yield result["row"], result["env"]
+    finally:
+        for one in started:
+            one.process.kill()
+            one.process.wait()
+
+
+class Started:
+    """A process that prepares a cell, says READY, and measures when it is told to; `--cell` is its side of this."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # the cells of a shape share the device
+        command = [sys.executable, "-m", "experiments.bam_h200.speed", "--cell", cell.name]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+        )
+
+    def wait(self) -> None:
+        """Until it is ready, or has failed."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == READY:
+                return
+
+    def finish(self) -> dict[str, Any] | None:
+        """{"row", "env"}; None after showing why it failed."""
+        output, _ = self.process.communicate("go\n" if self.process.poll() is None else None)
+        if self.process.returncode:
+            self.errors.seek(0)
+            print(f"{self.cell.name} failed:\n" + "\n".join(self.errors.read().splitlines()[-15:]), flush=True)
+            return None
+        result: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return result
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,14 +195,15 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def show(row: dict[str, Any]) -> str:
     ratios = "  ".join(f"{value:.2f} × {peer}" for peer, value in row["ratio"].items())
     name = f"{row['shape']} {row['case']}"
+    mfu = "   –" if row["mfu"] is None else f"{row['mfu']:.1%}"  # of a device whose peak is not known
     return (
-        f"{name:<32} {row['tokens_per_second']:>9,.0f} tokens/s  {row['mfu']:.1%} MFU  "
+        f"{name:<32} {row['tokens_per_second']:>9,.0f} tokens/s  {mfu} MFU  "
         f"{(row['memory_bytes'] or 0) / 2**30:.1f} GiB  {ratios}"
     )
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """{"row", "env"} of one cell, in this process."""
+    """{"row", "env"} of one cell, in this process, which waits for a line on standard input once it is prepared."""
     from bampath.flops import body_parameters, peak_flops, train_flops_per_token
     from experiments.bam_h200 import step_jax, step_torch
 
@@ -171,6 +213,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     runner = step_torch.build(config) if cell.what == "torch" else step_jax.build(config)
     runner.steps(WARM_UP)
     compiled = time.monotonic() - begin
+    print(READY, flush=True)
+    sys.stdin.readline()
     tokens = shape.batch * shape.length
     count = max(1, round(WINDOW_SECONDS / max(1e-3, seconds(runner, 2) / 2)))
     rates = sorted(tokens * count / seconds(runner, count) for _ in range(WINDOWS))

@@ -19,7 +19,7 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, text, training
+from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, speed, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
@@ -238,6 +238,14 @@ def test_the_report_says_whether_the_marks_are_reached() -> None:
         "Mark for `bam+ssmax`: 0.9, reached."
     )
     assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
+
+
+def test_a_step_that_cannot_be_timed_is_shown_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PyTorch's step needs a GPU (or is not installed at all)."""
+    out = tmp_path / "speed.json"
+    speed.run([cell for cell in speed.CELLS if cell.name == "120m-heads-of-48 torch"], out, minutes=1)
+    assert "120m-heads-of-48 torch failed:" in capsys.readouterr().out
+    assert not out.exists()
 
 
 def test_results_of_several_calls_become_one() -> None:
