@@ -149,8 +149,7 @@ def side_by_side(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, Any], dict[s
                 yield result["row"], result["env"]
     finally:
         for one in started:
-            one.process.kill()
-            one.process.wait()
+            one.stop()
 
 
 class Started:
@@ -181,6 +180,13 @@ class Started:
             return None
         result: dict[str, Any] = json.loads(output.splitlines()[-1])
         return result
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for file in (self.process.stdin, self.process.stdout, self.errors):
+            if file is not None:
+                file.close()
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
