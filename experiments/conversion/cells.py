@@ -49,7 +49,8 @@ class Bench:
     def words(self, case: Case) -> list[str]:
         """The words of a case's distillation. What is only continued trains at stage 3's rate from the beginning: the
         rates of stages 1 and 2 are for parameters that are new."""
-        words = dict(split_overrides((*self.study.words, *self.text, f"position={case.position}"), {}))
+        given = (*self.study.words, *case.words, *self.text, f"position={case.position}")
+        words = dict(split_overrides(given, {}))
         if case.plain:
             words = {
                 key: value for key, value in words.items() if not key.endswith((".rest", ".temperature", ".error"))
@@ -64,15 +65,15 @@ class Bench:
         return cast(dict[str, Any], json.loads(json.dumps(asked)))
 
 
-def finished(bench: Bench, case: Case) -> list[Row] | None:
-    """The rows of a cell that is done, None if it is not. ValueError if what is there was asked something else."""
+def rows_so_far(bench: Bench, case: Case) -> tuple[list[Row], bool]:
+    """The rows of a cell, and whether it is done. ValueError if what is there was asked something else."""
     path = bench.folder(case) / "rows.json"
     if not path.exists():
-        return None
+        return [], False
     kept = json.loads(path.read_text(encoding="utf-8"))
     if kept["identity"] != bench.identity(case):
         raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
-    return cast(list[Row], kept["rows"])
+    return cast(list[Row], kept["rows"]), kept["done"]
 
 
 def check(bench: Bench, case: Case) -> Plan | None:
@@ -80,21 +81,27 @@ def check(bench: Bench, case: Case) -> Plan | None:
     return plan(bench.teacher, bench.words(case)) if case.trained else None
 
 
-def run_cell(bench: Bench, case: Case, say: Say) -> list[Row]:
-    """Convert and measure, or go on where that stopped; the weights are removed afterwards unless they are to stay."""
+def run_cell(bench: Bench, case: Case, say: Say, ready: Callable[[], object] = lambda: None) -> None:
+    """Convert and measure, or go on where that stopped; the weights are removed afterwards unless they are to stay.
+
+    ready: called when the rows of one more stage are written.
+    """
     folder, found = bench.folder(case), check(bench, case)
     folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(rows: list[Row], done: bool) -> None:
+        write_json(folder / "rows.json", {"identity": bench.identity(case), "done": done, "rows": rows})
+        ready()
+
     if found is None:
-        rows = measured(bench, case, "untrained", bench.teacher, say)
+        keep(measured(bench, case, "untrained", bench.teacher, say), True)
     else:
-        rows = _convert(bench, case, found, say)
-    write_json(folder / "rows.json", {"identity": bench.identity(case), "rows": rows})
+        keep(_convert(bench, case, found, say, lambda rows: keep(rows, False)), True)
     if not bench.keep:
         shutil.rmtree(folder / "run", ignore_errors=True)
-    return rows
 
 
-def _convert(bench: Bench, case: Case, found: Plan, say: Say) -> list[Row]:
+def _convert(bench: Bench, case: Case, found: Plan, say: Say, keep: Callable[[list[Row]], None]) -> list[Row]:
     folder, rows, begun = bench.folder(case), list[Row](), [time.monotonic()]
 
     def after(name: str, run: Path) -> None:
@@ -103,6 +110,7 @@ def _convert(bench: Bench, case: Case, found: Plan, say: Say) -> list[Row]:
             rows.append(training_row(case, name, run, took))
         if name != "start" or not case.plain:  # what is only continued starts as the teacher
             rows.extend(measured(bench, case, name, run, say))
+            keep(rows)
         begun[0] = time.monotonic()
 
     with (folder / "training.log").open("a", encoding="utf-8") as log:
@@ -116,10 +124,10 @@ def measured(bench: Bench, case: Case, after: str, run: Path, say: Say) -> list[
     if kept.exists():
         return cast(list[Row], json.loads(kept.read_text(encoding="utf-8")))
     start, rows = time.monotonic(), list[Row]()
-    dtypes = dict(split_overrides(bench.study.words, {}))
+    words = dict(split_overrides(bench.study.words, {}))
     changes: dict[str, Any] = {"position": case.position}
-    changes |= {key: dtypes[f"model.{key}"] for key in ("dtype",) if f"model.{key}" in dtypes}
-    changes |= {"scan": True} if dtypes.get("model.scan") == "true" else {}
+    changes |= {key: words[f"model.{key}"] for key in ("dtype", "attention_impl") if f"model.{key}" in words}
+    changes |= {"scan": True} if words.get("model.scan") == "true" else {}
     loaded = load(run, **changes)
     facts = {"case": case.name, "position": case.position, "after": after, "seed": 0}
     rows += _measure(bench, loaded, facts)
@@ -143,13 +151,20 @@ def _measure(bench: Bench, loaded: Loaded, facts: Row) -> list[Row]:
 
 @cache
 def held_out_rows(bench: Bench) -> np.ndarray:
-    """Rows of the held-out text, as long as the longest length that is asked for: pieces of documents where some are
-    that long, otherwise pieces of all documents in a row. ValueError if there is not even one."""
+    """Rows of the held-out text, as long as the longest length that is asked for: beginnings of documents where some
+    are that long, otherwise pieces of all documents in a row. ValueError if there is not even one."""
     longest = max(bench.study.multiples) * bench.context
     data = config_of(describe(bench.teacher)).data
     corpus = load_corpus(held_out_data(data, bench.text), "validation", tokenizer_of(data))
     enough = any(len(corpus.document(i)) > longest for i in range(corpus.documents))
-    return rows_of(corpus, longest, "within" if enough else "across", limit=bench.study.rows)
+    return rows_of(corpus, longest, "documents" if enough else "across", limit=bench.study.rows)
+
+
+def prepare(bench: Bench) -> int:
+    """Tokenise the text and the held-out text into the token cache; the number of tokens to train on."""
+    data = config_of(describe(bench.teacher)).data
+    held_out_rows(bench)
+    return len(load_corpus(held_out_data(data, bench.text), "train", tokenizer_of(data)).tokens)
 
 
 def held_out_data(data: DataConfig, words: Sequence[str]) -> DataConfig:

@@ -10,6 +10,7 @@ script.
 """
 
 import argparse
+import fcntl
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     out = folder_of(options, RUNS)
     results = run_study(options, out)
-    if options.publish:
+    if options.publish and results:
         publish(out, HERE, results)
 
 
@@ -45,6 +46,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", default="", help="the same for what is measured (default: a part of the text)")
     parser.add_argument("--gpt2", type=Path, help="tokenizer.json (or .json.xz) of files of GPT-2 tokens")
     parser.add_argument("--text-tokens", type=int, default=24_000_000, help="read so many of such a file")
+    parser.add_argument(
+        "--prepare", action="store_true", help="write teacher and text, for several processes, and stop"
+    )
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these lines of the tables")
     parser.add_argument("--words", nargs="+", default=[], metavar="key=value", help="change the distillation")
     parser.add_argument("--samples", type=int, help="passkey prompts per length (default: the study's)")
@@ -70,7 +74,7 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Run or read the cells in order, write everything after each; returns the results."""
     from bampath.evaluation.results import environment
     from bampath.startup import keep_programs
-    from experiments.conversion.cells import Bench, check, finished, held_out_rows, run_cell
+    from experiments.conversion.cells import Bench, check, held_out_rows, prepare, rows_so_far, run_cell
     from experiments.conversion.material import facts_of, teacher_of, words_of_text
 
     start = time.monotonic()
@@ -86,20 +90,23 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     for case in (chosen := choose(every, options.cases)):
         check(bench, case)  # what is wrong fails here, before anything is trained
     say(f"held out: {len(held_out_rows(bench))} rows of {held_out_rows(bench).shape[1]:,} tokens")
+    if options.prepare:
+        say(f"text: {prepare(bench):,} tokens; ready for --resume")
+        return {}
     study_facts = {
         **{"name": study.name, "teacher": facts, "train_length": bench.context, "words": list(study.words)},
         "text": [Path(word).name for word in words],
     }
-    results: dict[str, Any] = {}
     for case in chosen:
-        if finished(bench, case) is None:
-            if time.monotonic() - start > 60 * options.minutes:
-                say(f"{case.name}: left for --resume, {options.minutes:g} minutes are over")
-                continue
-            run_cell(bench, case, say)
-            say(f"{case.name}: done")
-        results = write(bench, every, env, study_facts)
-    say(f"report in {out / 'report.md'}" if results else "no cell is finished")
+        if rows_so_far(bench, case)[1]:
+            continue
+        if time.monotonic() - start > 60 * options.minutes:
+            say(f"{case.name}: left for --resume, {options.minutes:g} minutes are over")
+            continue
+        run_cell(bench, case, say, ready=lambda: write(bench, every, env, study_facts))
+        say(f"{case.name}: done")
+    results = write(bench, every, env, study_facts)
+    say(f"report in {out / 'report.md'}" if results else "nothing is measured yet")
     return results
 
 
@@ -113,18 +120,22 @@ def choose(every: Sequence[Case], names: Sequence[str] | None) -> list[Case]:
 
 
 def write(bench: Any, every: Sequence[Case], env: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """results.json, report.md and figures of all cells that are finished, whoever ran them."""
+    """results.json, report.md and figures of all that is measured, whoever did it; {} if nothing is."""
     from bampath.evaluation.results import write_results
-    from experiments.conversion.cells import finished
+    from experiments.conversion.cells import rows_so_far
     from experiments.conversion.report import write_report
 
-    done = [(case, rows) for case in every if (rows := finished(bench, case)) is not None]
-    facts = {**facts, "complete": len(done) == len(every)}
-    rows = [row for _, own in done for row in own]
-    write_results(bench.out / "results.json", env, rows, study=facts)
-    results = {"env": env, "study": facts, "rows": rows}
-    write_report(bench.out, results)
-    return results
+    with (bench.out / "lock").open("w") as lock:  # one process at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = [rows_so_far(bench, case) for case in every]
+        rows = [row for own, _ in found for row in own]
+        if not rows:
+            return {}
+        facts = {**facts, "complete": all(done for _, done in found)}
+        write_results(bench.out / "results.json", env, rows, study=facts)
+        results = {"env": env, "study": facts, "rows": rows}
+        write_report(bench.out, results)
+        return results
 
 
 if __name__ == "__main__":
