@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from bampath.analysis.figures import short_number
-from bampath.evaluation.intervals import wilson
+from bampath.evaluation.intervals import over_seeds
 
 Row = dict[str, Any]
 LEARNED = 0.9  # share of keys found that counts as having learned retrieval
 
 
 def passkey_table(results: dict[str, Any]) -> str:
-    """Schemes by lengths, pooled over seeds, with Wilson's 95 % interval."""
+    """Schemes by lengths, pooled over seeds, with the 95 % interval of `over_seeds`."""
     rows = [row for row in results["rows"] if row["benchmark"] == "passkey"]
     trained = results["study"]["train_length"]
     lengths = sorted({row["length"] for row in rows})
@@ -107,7 +107,7 @@ def pooled(rows: list[Row]) -> str:
     if not rows:
         return ""
     hits, samples = sum(row["correct"] for row in rows), sum(row["samples"] for row in rows)
-    low, high = wilson(hits, samples)
+    low, high = over_seeds([row["correct"] for row in rows], [row["samples"] for row in rows])
     return f"{hits / samples:.2f} [{low:.2f}, {high:.2f}]"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bampath.evaluation.intervals import wilson
+from bampath.evaluation.intervals import over_seeds
 from bampath.positions.theory import RETRIEVAL_BOUND
 
 Row = dict[str, Any]
@@ -83,7 +83,7 @@ def passkey_figure(
     title: str = "Passkey retrieval by length",
     what: str = "keys found (all digits right)",
 ) -> Figure:
-    """Accuracy (`what`) against prompt length, one line per case with Wilson's 95 % interval over all seeds."""
+    """Accuracy (`what`) against prompt length, one line per case with the 95 % interval of `over_seeds`."""
     cases = _group(rows, "case")
     names = short_names(cases)
     with style():
@@ -96,7 +96,7 @@ def passkey_figure(
             shift = 2 ** ((index - (len(cases) - 1) / 2) * 0.07)  # so that error bars do not hide each other
             x = [length * shift for length in pooled]
             y = np.array([hits / n for hits, n in pooled.values()])
-            bounds = np.array([wilson(hits, n) for hits, n in pooled.values()])
+            bounds = np.array([_bounds(group) for _, group in sorted(_group(own, "length").items())])
             error = np.abs(np.stack([y - bounds[:, 0], bounds[:, 1] - y]))
             axes.errorbar(x, y, yerr=error, label=names[case], capsize=2, elinewidth=0.8, **_look(index))
         _training_line(axes, train_length, "trained up to here")
@@ -277,3 +277,7 @@ def _group(rows: Iterable[Row], key: str) -> dict[Any, list[Row]]:
 
 def _pool(rows: list[Row]) -> tuple[int, int]:
     return sum(row["correct"] for row in rows), sum(row["samples"] for row in rows)
+
+
+def _bounds(rows: list[Row]) -> tuple[float, float]:
+    return over_seeds([row["correct"] for row in rows], [row["samples"] for row in rows])

@@ -12,12 +12,16 @@ from matplotlib.figure import Figure
 from bampath.analysis import save
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, style
 from bampath.command import fail_gracefully
-from bampath.evaluation.intervals import wilson
+from bampath.evaluation.intervals import over_seeds
 from bampath.evaluation.report import table
 from bampath.evaluation.state.tasks import parse_task
 from experiments.state_tracking.config import SOLVED, Study
 
 Row = dict[str, Any]
+INTERVAL = (
+    "All seeds together, the 95 % interval over seeds (Student's, with models as units, or Wilson's of all answers "
+    "where that is wider), then each seed."
+)
 # Wrong answers in percent, in distribution / sparse / dense, as PaTH reports them (arXiv 2505.16381): 1 layer, 2 heads,
 # dim 64; its training recipe is not published.
 PAPER = {"rope": (6.9, 40.3, 0.01), "fox": (8.3, 36.3, 0.0), "path": (0.0, 0.0001, 0.0)}
@@ -54,13 +58,14 @@ def write_report(folder: Path, results: dict[str, Any]) -> Path:
 
 def report(results: dict[str, Any], figures: dict[str, Path]) -> str:
     """The report as Markdown: per task the budget, a table, what the paper has, a figure."""
-    env, study = results["env"], results["study"]
-    parts = [
-        f"# State-tracking study, size {study['name']}",
-        f"Written by `python -m experiments.state_tracking.run` on {env['date']}: {env['device']}, {env['platform']}, "
-        f"Python {env['python']}, JAX {env['jax']}, commit {env['commit']}. Seeds {study['seeds']}."
-        + ("" if study["complete"] else " Not complete yet: the rest of the cells comes with --resume."),
+    study = results["study"]
+    parts = [f"# State-tracking study, size {study['name']}", *map(_origin, results.get("runs", [results["env"]]))]
+    parts += [
+        f"Seeds {study['seeds']}."
+        + ("" if study["complete"] else " Not complete yet: the rest of the cells comes with --resume.")
     ]
+    if len({row["trained_on"] for row in results["rows"]}) > 1:
+        parts += ["## Overview", overview_table(results["rows"])]
     for trial in study["trials"]:
         rows = [row for row in results["rows"] if row["trained_on"] == trial["task"]]
         if not rows:
@@ -74,16 +79,44 @@ def report(results: dict[str, Any], figures: dict[str, Path]) -> str:
         if trial["task"] in figures:
             parts += [f"![{trial['task']}](figures/{figures[trial['task']].name})"]
         parts += [time_table(rows)]
+    took = "This call took" if len(results.get("runs", [0])) == 1 else "These calls took"
     parts += [
-        f"This call took {study['seconds_of_this_call']:.0f} s on the clock and "
+        f"{took} {study['seconds_of_this_call']:.0f} s on the clock and "
         f"{study['cpu_seconds_of_this_call']:.0f} s of CPU time."
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _origin(env: Row) -> str:
+    what = f"`{'`, `'.join(env['tasks'])}`: written" if "tasks" in env else "Written"
+    return (
+        f"{what} by `python -m experiments.state_tracking.run` on {env['date']}: {env['device']}, {env['platform']}, "
+        f"Python {env['python']}, JAX {env['jax']}, commit {env['commit']}."
+    )
+
+
+def overview_table(rows: Sequence[Row]) -> str:
+    """Wrong answers in distribution in percent, schemes by tasks, of the deepest models trained; all seeds."""
+    scored = [row for row in rows if row.get("test") == "in-distribution"]
+    tasks = list(dict.fromkeys(row["trained_on"] for row in scored))
+    body = []
+    for (case,), own in _by(scored, "case").items():
+        cells = []
+        for task in tasks:
+            some = [row for row in own if row["trained_on"] == task]
+            deepest = [row for row in some if row["layers"] == max(row["layers"] for row in some)]
+            share = sum(row["wrong"] for row in deepest) / max(1, sum(row["answers"] for row in deepest))
+            cells.append(f"{100 * share:.3g} ({deepest[0]['layers']})" if deepest else "")
+        body.append([f"`{case}`", *cells])
+    head = ["scheme", *(f"`{task}`" for task in tasks)]
+    return (
+        "Wrong answers in distribution in percent, all seeds together, and the layers of the deepest model that was "
+        f"trained:\n\n{table(head, body)}"
+    )
+
+
 def errors_table(rows: Sequence[Row]) -> str:
-    """Wrong answers in percent per scheme and test: pooled over seeds with Wilson's interval (answers as units), then
-    each seed by itself."""
+    """Wrong answers in percent per scheme and test: all seeds together, the interval over seeds, then each seed."""
     scored = [row for row in rows if row["benchmark"] == "state"]
     tests = list(dict.fromkeys(row["test"] for row in scored))
     body = []
@@ -91,13 +124,13 @@ def errors_table(rows: Sequence[Row]) -> str:
         cells = []
         for test in tests:
             some = [row for row in own if row["test"] == test]
-            wrong, answers = sum(row["wrong"] for row in some), sum(row["answers"] for row in some)
-            low, high = wilson(wrong, answers)
+            wrong, answers = [row["wrong"] for row in some], [row["answers"] for row in some]
+            low, high = over_seeds(wrong, answers)
             seeds = ", ".join(_percent(row["error"]) for row in some)
-            cells.append(f"{_percent(wrong / answers)} [{_percent(low)}, {_percent(high)}] ({seeds})")
+            cells.append(f"{_percent(sum(wrong) / sum(answers))} [{_percent(low)}, {_percent(high)}] ({seeds})")
         body.append([f"`{case}`", str(layers), *cells])
     heads = [f"{test}: wrong %" for test in tests]
-    return table(["scheme", "layers", *heads], body) + "\n\nPooled, 95 % interval, then each seed."
+    return table(["scheme", "layers", *heads], body) + f"\n\n{INTERVAL}"
 
 
 def layers_table(rows: Sequence[Row], depths: Sequence[int]) -> str:

@@ -9,15 +9,19 @@ results.json, report.md and figures grow in --out; --publish copies them beside 
 """
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from bampath.command import fail_gracefully
-from experiments.state_tracking.config import SIZES, Study
+from experiments.state_tracking.config import SIZES, Study, Trial
 from experiments.studies import folder_of, publish
 
 HERE = Path(__file__).parent
@@ -26,12 +30,14 @@ RUNS = Path("runs/state_tracking")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
+    if options.together < 1:
+        raise ValueError(f"--together {options.together} must be at least 1")
     study = study_of(options)
     for trial in study.trials:  # a wrong scheme or task fails here, before anything is made
         for scheme in trial.schemes:
             trial.config(scheme, trial.depths[0])
     out = folder_of(options, RUNS)
-    results = run_study(study, out, options.minutes)
+    results = run_study(study, out, options.minutes, options.together)
     if options.publish:
         publish(out, HERE, results)
 
@@ -46,6 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", metavar="SPEC", help="only the study's trials of these tasks")
     parser.add_argument("--schemes", nargs="+", metavar="SPEC", help="positional schemes (default: each trial's)")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: the study's")
+    parser.add_argument(
+        "--together", type=int, default=1, help="tasks and schemes at a time, a process each (default 1)"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/state_tracking)")
     parser.add_argument("--resume", action="store_true", help="continue the study in --out")
@@ -67,29 +76,77 @@ def study_of(options: argparse.Namespace) -> Study:
     return Study(study.name, trials, tuple(options.seeds or study.seeds))
 
 
-def run_study(study: Study, out: Path, minutes: float = float("inf")) -> dict[str, Any]:
-    """Run or read the cells in order, write everything after each; returns the results."""
+def run_study(study: Study, out: Path, minutes: float = float("inf"), together: int = 1) -> dict[str, Any]:
+    """Run the cells that are missing, write everything after each; returns the results.
+
+    together: chains of cells (a task and a scheme, depth after depth) that are worked off at a time, one process each.
+    """
     from bampath.evaluation.results import environment
+
+    if together > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the device
+    env, start = environment(), time.monotonic()
+    print(f"{out}\n{env['device']}, {env['platform']}, JAX {env['jax']}, {env['date']}", flush=True)
+    write = lambda: _write(study, out, env, start)
+    write()
+    chains = [(trial, scheme) for trial in study.trials for scheme in trial.schemes]
+    latest = time.time() + 60 * minutes
+    if together == 1:
+        for trial, scheme in chains:
+            run_chain(trial, scheme, study.seeds, out, latest, write)
+    else:
+        _side_by_side(chains, study.seeds, out, latest, together, write)
+    results = write()
+    print(f"report    {out / 'report.md'}\ntotal     {time.monotonic() - start:.0f} s")
+    return results
+
+
+def run_chain(
+    trial: Trial, scheme: str, seeds: tuple[int, ...], out: Path, latest: float, done: Callable[[], Any] = lambda: None
+) -> None:
+    """The cells of one task and scheme, depth after depth; `done` is called after each. None starts after `latest`."""
     from experiments.state_tracking.cells import finished, run_cell
 
-    start, env, rows = time.monotonic(), environment(), list[dict[str, Any]]()
-    print(f"{out}\n{env['device']}, {env['platform']}, JAX {env['jax']}, {env['date']}", flush=True)
-    results = _write(study, out, env, rows, start, complete=False)
-    complete = True
+    study, rows = Study("", (replace(trial, schemes=(scheme,)),), seeds), list[dict[str, Any]]()
     for cell in cells_of(study, rows):
         own = finished(cell, out)
         if own is None:
-            if time.monotonic() - start > 60 * minutes:
-                complete = False
-                print(f"{cell.slug}: left for --resume, {minutes:g} minutes are over", flush=True)
-                continue
-            print(f"{cell.trial.task}, {cell.scheme}, {cell.layers} layer(s), seeds {list(cell.seeds)}", flush=True)
-            own = run_cell(cell, out, lambda text: print(text, flush=True))
+            if time.time() > latest:
+                print(f"{cell.slug}: left for --resume, the time is over", flush=True)
+                return
+            print(f"{cell.trial.task}, {scheme}, {cell.layers} layer(s), seeds {list(seeds)}", flush=True)
+            own = run_cell(cell, out, partial(_say, cell.slug))
+            done()
         rows += own
-        results = _write(study, out, env, rows, start, complete=False)
-    results = _write(study, out, env, rows, start, complete)
-    print(f"report    {out / 'report.md'}\ntotal     {time.monotonic() - start:.0f} s")
-    return results
+
+
+def _say(slug: str, text: str) -> None:
+    print(f"{slug:<28} {text}", flush=True)
+
+
+def _side_by_side(
+    chains: Sequence[tuple[Trial, str]],
+    seeds: tuple[int, ...],
+    out: Path,
+    latest: float,
+    together: int,
+    write: Callable[[], Any],
+) -> None:
+    """`run_chain` for all of them in processes of their own. A chain that fails lets the others end, then raises."""
+    with ProcessPoolExecutor(together, get_context("spawn")) as pool:
+        jobs = {pool.submit(run_chain, *chain, seeds, out, latest): chain for chain in chains}
+        open_jobs, seen = set(jobs), -1
+        while open_jobs:
+            over, open_jobs = wait(open_jobs, timeout=1)
+            count = len(list(out.glob("cells/*/rows.json")))
+            if count != seen:
+                write()
+                seen = count
+            for job in over:
+                if job.exception() is not None:
+                    print(f"{jobs[job][0].task}, {jobs[job][1]}: {job.exception()!r}", file=sys.stderr, flush=True)
+    for job in jobs:
+        job.result()
 
 
 def cells_of(study: Study, rows: list[dict[str, Any]]) -> Iterator[Any]:
@@ -98,27 +155,38 @@ def cells_of(study: Study, rows: list[dict[str, Any]]) -> Iterator[Any]:
     from experiments.state_tracking.cells import Cell, solved
 
     for trial in study.trials:
-        for layers in trial.depths:
-            for scheme in trial.schemes:
+        for scheme in trial.schemes:
+            for layers in trial.depths:
                 before = [r for r in rows if r["trained_on"] == trial.task and r["case"] == scheme]
                 shallower = {r["layers"] for r in before if r["layers"] < layers}
                 if not any(solved([r for r in before if r["layers"] == n]) for n in shallower):
                     yield Cell(trial, scheme, layers, study.seeds)
 
 
-def _write(
-    study: Study, out: Path, env: dict[str, Any], rows: list[dict[str, Any]], start: float, complete: bool
-) -> dict[str, Any]:
+def _write(study: Study, out: Path, env: dict[str, Any], start: float) -> dict[str, Any]:
+    """Write what is finished: results.json, and report.md with figures where there are rows; returns the results."""
     from bampath.evaluation.results import write_results
+    from experiments.state_tracking.cells import finished
     from experiments.state_tracking.report import describe, write_report
 
+    rows, complete = list[dict[str, Any]](), True
+    for cell in cells_of(study, rows):
+        own = finished(cell, out)
+        complete &= own is not None
+        rows += own or []
     facts = {**describe(study), "complete": complete, "seconds_of_this_call": round(time.monotonic() - start, 1)}
-    facts |= {"cpu_seconds_of_this_call": round(time.process_time(), 1)}
+    facts |= {"cpu_seconds_of_this_call": round(_cpu_seconds(), 1)}
     write_results(out / "results.json", env, rows, study=facts)
     results = {"env": env, "study": facts, "rows": rows}
     if rows:
         write_report(out, results)
     return results
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

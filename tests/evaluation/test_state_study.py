@@ -1,6 +1,7 @@
 """The state-tracking study from beginning to end in seconds: tiny models, a few steps, a short list of cells."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from bampath.evaluation.state import __main__ as command
 from bampath.evaluation.state.tasks import parse_task
-from experiments.state_tracking import cells, report, run, training
+from experiments.state_tracking import cells, merge, report, run, training
 from experiments.state_tracking.config import RECIPE, SIZES, Study, Trial
 
 SMALL = (
@@ -71,6 +72,41 @@ def test_finished_cells_are_read_and_others_refused(results, study, out, monkeyp
     assert again["study"]["complete"]
     with pytest.raises(ValueError, match="other options"):
         run.run_study(Study("test", TRIALS, (0, 2)), out)
+
+
+@pytest.mark.slow
+def test_side_by_side_gives_the_same(results, study, out, tmp_path):
+    """Chains in processes of their own: the same rows but for the seconds, and one that fails does not stop others."""
+    again = run.run_study(study, tmp_path / "both", together=2)
+    timeless = lambda rows: [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    assert timeless(again["rows"]) == timeless(json.loads(json.dumps(results["rows"])))
+    bad = replace(TRIALS[0], schemes=("nope", "roqe"))
+    with pytest.raises(ValueError, match="roqe"):
+        run.run_study(Study("test", (bad,), (0,)), tmp_path / "bad", together=2)
+    kept = json.loads((tmp_path / "bad" / "results.json").read_text(encoding="utf-8"))
+    assert {row["case"] for row in kept["rows"]} == {"nope"}
+    assert not kept["study"]["complete"]
+
+
+def test_results_of_several_calls_are_merged(results, study, tmp_path):
+    results = json.loads(json.dumps(results))
+    parts = []
+    for trial in study.trials:
+        rows = [row for row in results["rows"] if row["trained_on"] == trial.task]
+        parts.append({**results, "env": {**results["env"], "date": trial.task}, "rows": rows})
+    made = merge.merge(study, parts)
+    assert made["rows"] == results["rows"]
+    assert [(env["date"], env["tasks"]) for env in made["runs"]] == [(t.task, [t.task]) for t in study.trials]
+    assert made["study"]["complete"]
+    assert made["study"]["seconds_of_this_call"] == pytest.approx(2 * results["study"]["seconds_of_this_call"], abs=0.2)
+    text = report.report(made, {})
+    assert all(f"`{trial.task}`: written by" in text for trial in study.trials)
+    assert not merge.merge(study, parts[:1])["study"]["complete"]
+    longer = replace(study.trials[0], overrides=(*SMALL, "train.steps=4"))
+    with pytest.raises(ValueError, match="another budget"):
+        merge.merge(replace(study, trials=(longer, study.trials[1])), parts)
+    with pytest.raises(ValueError, match="seeds"):
+        merge.merge(replace(study, seeds=(5,)), parts)
 
 
 def test_a_solved_task_needs_no_deeper_model(study):

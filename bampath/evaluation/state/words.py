@@ -11,6 +11,7 @@ from bampath.evaluation.state.tasks import Rows
 from bampath.positions.options import check, option
 
 Group = Literal["a5", "s5"]
+Letters = Literal["all", "cycles", "swaps"]
 ORDER = {"a5": 60, "s5": 120}
 
 
@@ -21,9 +22,11 @@ class Words:
     question "product" (the published protocol): tokens are all elements of the group, the target after g_t is the
     running product g_1 g_2 … g_t, at every place. A model is causal and asked everywhere, so rows of one length hold
     the shorter ones; `score` reports the share of rows that are right up to each length. question "identity" (the form
-    that arXiv 2505.16381 describes): tokens are the three-cycles (123), (124), (125) and their inverses, the one target
-    stands at the end and says whether the word is the identity; half of the words are, uniformly among such words.
-    Depth: number of elements so far.
+    that arXiv 2505.16381 describes): the one target stands at the end and says whether the word is the identity; half
+    of the words are, uniformly among such words. over: the elements that words are made of: "all" of the group;
+    "cycles", the six three-cycles (123), (124), (125) and their inverses; "swaps", the identity and the ten
+    transpositions, S5 only (Grazzi et al., arXiv 2411.12537: "S5 only swaps"); by default all for "product", cycles for
+    "identity". Depth: number of elements so far.
     """
 
     NAME: ClassVar[str] = "words"
@@ -32,20 +35,34 @@ class Words:
     group: Literal["a5", "s5"] = option("a5", doc="the even, or all, permutations of five things")
     letters: int = option(20, doc="elements per word; a row has one token more, the BOS")
     question: Literal["product", "identity"] = option("product", doc="what is asked")
+    over: Literal["auto", "all", "cycles", "swaps"] = option("auto", doc="what words are made of")
 
     def __post_init__(self) -> None:
         check(self)
+        if self.over == "swaps" and self.group == "a5":
+            raise ValueError("words(a5,over=swaps): a swap is an odd permutation, which A5 has not; use s5")
         if self.letters < 2:
             raise ValueError(f"words: letters={self.letters} must be at least 2")
 
     @property
+    def elements(self) -> np.ndarray:
+        """Indices of the elements that words are made of."""
+        usual: Letters = "all" if self.question == "product" else "cycles"
+        return alphabet(self.group, usual if self.over == "auto" else self.over)
+
+    @property
     def alphabet(self) -> int:
-        """How many different elements words are made of."""
-        return ORDER[self.group] if self.question == "product" else 6
+        """How many these are."""
+        return len(self.elements)
+
+    @property
+    def results(self) -> int:
+        """How many different answers there are."""
+        return ORDER[self.group] if self.question == "product" else 2
 
     @property
     def vocab_size(self) -> int:
-        return self.alphabet + 1
+        return max(self.alphabet + 1, self.results)
 
     @property
     def length(self) -> int:
@@ -57,18 +74,17 @@ class Words:
 
     @property
     def answers(self) -> range:
-        return range(self.alphabet) if self.question == "product" else range(2)
+        return range(self.results)
 
     def draw(self, draws: np.random.Generator, rows: int) -> Rows:
-        table = multiplication(self.group)
+        table, letters = multiplication(self.group), self.elements
         if self.question == "product":
-            words = draws.integers(0, self.alphabet, (rows, self.letters))
-            values = _running(table, words)
+            words = draws.integers(0, len(letters), (rows, self.letters))
+            values = _running(table, letters[words])
             asked = np.ones(words.shape)
         else:
-            cycles = three_cycles(self.group)
-            words = _balanced(draws, table, cycles, rows, self.letters)
-            values = (_running(table, cycles[words]) == 0).astype(np.int64)
+            words = _balanced(draws, table, letters, rows, self.letters)
+            values = (_running(table, letters[words]) == 0).astype(np.int64)
             asked = np.zeros(words.shape)
             asked[:, -1] = 1
         bos = lambda fill, array: np.concatenate([np.full((rows, 1), fill), array], axis=1)
@@ -109,6 +125,16 @@ def three_cycles(group: Group) -> np.ndarray:
         p[0], p[1], p[last] = 1, last, 0
         cycles.append(tuple(p))
     return np.array([index[c] for c in cycles] + [index[tuple(np.argsort(c).tolist())] for c in cycles])
+
+
+@cache
+def alphabet(group: Group, over: Letters) -> np.ndarray:
+    """Indices of the elements that words are made of, see `Words`."""
+    if over == "all":
+        return np.arange(ORDER[group])
+    if over == "cycles":
+        return three_cycles(group)
+    return np.flatnonzero((elements(group) != np.arange(5)).sum(axis=1) <= 2)  # moves none or two of the five
 
 
 def _even(p: tuple[int, ...]) -> bool:
