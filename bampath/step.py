@@ -84,8 +84,13 @@ def optimizer_of(config: Config, declared: Declared) -> optax.GradientTransforma
 
 def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, a pure function of train.seed, on the devices of the run's mesh."""
+    return make_init(config, model, optimizer)()
+
+
+def make_init(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> Any:
+    """The jitted () -> state behind `init_state`, which may be compiled before the memory is wanted."""
     build = lambda: _first_state(config, model, optimizer)
-    return jax.jit(build, out_shardings=_shardings(config, model, optimizer, sharding.mesh_of(config)))()
+    return jax.jit(build, out_shardings=_shardings(config, model, optimizer, sharding.mesh_of(config)))
 
 
 def abstract_state(

@@ -137,7 +137,9 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
 
 def _collective(op: str, result: str, line: str, times: int, axes: dict[str, int]) -> Collective:
     shapes = [(kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in _SHAPE.findall(result)]
-    if f"{op}-start(" in line and op in ("all-gather", "collective-permute"):  # (operands, results, …)
+    if f"{op}-start(" in line and result.startswith("(("):  # ((operands), (results)), as on GPUs
+        shapes = shapes[len(shapes) // 2 :]
+    elif f"{op}-start(" in line and op in ("all-gather", "collective-permute"):  # (operands, results, …)
         shapes = shapes[1:2] if op == "collective-permute" else shapes[len(shapes) // 2 :]
     size = sum(BYTES[kind] * math.prod(dims) for kind, dims in shapes)
     group = _group(line)

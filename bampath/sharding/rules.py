@@ -52,8 +52,11 @@ def weight(x: Array, axes: Axes, role: str = "matrix") -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _moved(x: Array, used: NamedSharding, kept: NamedSharding) -> Array:
-    """x placed as `used`, its gradient as `kept`: otherwise the gradient would be whole everywhere before it is cut."""
-    return jax.lax.with_sharding_constraint(x, used)
+    """x placed as `used`, its gradient as `kept`: otherwise the gradient would be whole everywhere before it is cut.
+
+    x itself is held at `kept` first: otherwise a compiler may gather what x was cast from, in twice as many bytes.
+    """
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, kept), used)
 
 
 _moved.defvjp(

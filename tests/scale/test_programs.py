@@ -1,15 +1,17 @@
 """What the compiled programs contain: which collectives, how often, and of what."""
 
+import re
 from functools import cache
 
 import jax
 import pytest
 
+from bampath.sharding import make_mesh
 from bampath.step import abstract_state, build_model, declare, make_train_step, optimizer_of
 from launch import compile as command
 from launch.chips import Chip, chip_of
 from launch.hlo import Collective, collectives, summary
-from launch.program import DoesNotFit, Program, compile_step, rows_of, wanted_bytes
+from launch.program import DoesNotFit, Program, abstract_batch, compile_step, rows_of, wanted_bytes
 from launch.roofline import estimate
 from tests.scale.small import LENGTH, MESHES, ROWS, small
 
@@ -59,6 +61,18 @@ def test_parameters_are_gathered_and_their_gradients_added_up_over_fsdp() -> Non
     assert not holding(found, LENGTH)
     # query, key, value, out, gate, up, down, embedding, head; forward, and not again in the backward pass
     assert sum(len(one.shapes) * one.times for one in gathered) <= 2 * 9
+
+
+def test_weights_are_cast_before_they_are_gathered() -> None:
+    config = small("position=rope", "model.dtype=bfloat16", *MESHES["8 fsdp"])
+    mesh = make_mesh(config.mesh, jax.devices()[:8])
+    model = build_model(config)
+    declared = declare(model)
+    optimizer = optimizer_of(config, declared)
+    step = make_train_step(config, model, declared, optimizer, mesh)
+    text = step.lower(abstract_state(config, model, optimizer, mesh), abstract_batch(config, mesh)).compile().as_text()
+    assert len(re.findall(r" all-gather\(", text)) >= 9
+    assert len(re.findall(r" all-gather\(%param", text)) == 1  # the embedding, which is gathered in its own type
 
 
 def test_context_moves_keys_forward_and_their_gradients_back() -> None:
@@ -112,6 +126,25 @@ def test_the_text_of_a_program_is_read_right() -> None:
     assert [one.moved_bytes for one in (by_op["all-reduce"], by_op["all-gather"])] == [5 * 128, 16]
     assert [by_op[op].moved_bytes for op in ("reduce-scatter", "collective-permute")] == [96, 128]
     assert summary(found)[0] == {"op": "all-reduce", "axes": "y", "count": 5, "moved_bytes": 640}
+
+
+GPU = """HloModule step
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %r = ((bf16[8,4]{1,0}, f32[4]{0}), (bf16[2,4]{1,0}, f32[1]{0})) reduce-scatter-start(%x, %y), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  %a = ((f32[6]{0}), f32[6]{0}) all-reduce-start(%z), channel_id=2, replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %p = ((s32[3]{0}, f32[8]{0}), (s32[3]{0}, f32[8]{0})) collective-permute-start(%v, %w), channel_id=3, source_target_pairs={{0,1},{1,0}}
+}
+"""  # noqa: E501
+
+
+def test_what_gpu_programs_start_counts_by_its_results() -> None:
+    by_op = {one.op: (one.shapes, one.result_bytes) for one in collectives(GPU, {"x": 4})}
+    assert by_op == {
+        "reduce-scatter": (((2, 4), (1,)), 20),
+        "all-reduce": (((6,),), 24),
+        "collective-permute": (((3,), (8,)), 44),
+    }
 
 
 def test_a_loop_that_says_nothing_turns_as_its_condition_does() -> None:
