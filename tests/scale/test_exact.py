@@ -10,7 +10,7 @@ from bampath import checkpoint, sharding
 from bampath.metrics import read
 from bampath.step import build_model, declare, device_batch, init_state, make_train_step, optimizer_of
 from bampath.train import fit
-from tests.positions.matrix import FEW, SPECS
+from tests.positions.matrix import SPECS
 from tests.scale.small import MESHES, batch, largest_difference, loss_and_gradients, small
 from tests.train.small import small as small_run
 from tests.train.small import text_file
@@ -18,27 +18,32 @@ from tests.train.small import text_file
 TOLERANCE = 1e-5  # of the largest entry of each gradient
 QUICK = "model.attention_impl=reference"  # dense attention compiles fastest
 # What every suite runs: priors, counts, gates and products over heads, parameters and tokens that are spread.
-ALWAYS = {("bam+ssmax", "2×4"), ("bam+ssmax", "context 4"), ("fox+ssmax", "context 4"), ("path+fox", "mixed")}
+ALWAYS = [("bam+ssmax", "2×4"), ("bam+ssmax", "context 4"), ("fox+ssmax", "context 4"), ("path+fox", "mixed")]
 
 
-def cases() -> list[Any]:
-    """Every scheme of the matrix, on the mixed mesh; the few on all of them."""
-    pairs = {*ALWAYS, *((spec, mesh) for spec in FEW for mesh in MESHES), *((spec, "mixed") for spec in SPECS)}
-    mark = lambda pair: pair if pair in ALWAYS else pytest.param(*pair, marks=pytest.mark.slow)
-    return [mark(pair) for pair in sorted(pairs)]
-
-
-@pytest.mark.parametrize(("spec", "mesh"), cases())
-def test_losses_and_gradients_are_those_of_one_device(spec: str, mesh: str) -> None:
+def check(spec: str, mesh: str) -> None:
+    """The loss and every gradient of a spec on a mesh are those of one device."""
     if "lsh" in spec and "context" in str(MESHES[mesh]):
         with pytest.raises(ValueError, match=r"lsh cannot be spread over mesh\.context"):
             loss_and_gradients(f"position={spec}", *MESHES[mesh])
         return
     want, want_gradient = loss_and_gradients(f"position={spec}")
     got, gradient = loss_and_gradients(f"position={spec}", *MESHES[mesh])
-    assert abs(got - want) <= TOLERANCE * abs(want)
+    assert abs(got - want) <= TOLERANCE * abs(want), mesh
     difference, where = largest_difference(gradient, want_gradient)
-    assert difference <= TOLERANCE, where
+    assert difference <= TOLERANCE, f"{mesh}: {where}"
+
+
+@pytest.mark.parametrize(("spec", "mesh"), ALWAYS)
+def test_losses_and_gradients_are_those_of_one_device(spec: str, mesh: str) -> None:
+    check(spec, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_scheme_on_every_mesh(spec: str) -> None:
+    for mesh in MESHES:
+        check(spec, mesh)
 
 
 @pytest.mark.slow
