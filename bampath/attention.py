@@ -22,6 +22,7 @@ from bampath.positions.slots import Geometry, Slots, Tokens
 from bampath.sharding import weight
 from bampath.sharding.attention import attend
 from kernels.attention.api import attention
+from kernels.attention.gates import Pair
 from kernels.lsh.decode import lsh_extend
 from kernels.path.decode import path_extend
 from kernels.path.lazy import fold, lazy_token
@@ -192,19 +193,31 @@ def attend_cache(
         cache = replace(cache, gate_sums=gates[1])
     out = attention(
         slots.q,
-        cache.k,
-        cache.v,
+        **_seen(cache, gates, view),
         prior=slots.prior,
-        log_gates=gates,
         sharpness=slots.sharpness,
         sharpen_prior=slots.sharpen_prior,
-        segment_ids=(view.ids, view.slot_ids),
-        positions=view.positions,
-        kv_positions=view.slot_positions,
         window=slots.window,
         implementation=implementation,
     )
     return out, cache
+
+
+def _seen(cache: LayerCache, gates: tuple[Pair, Pair] | None, view: View) -> dict[str, Any]:
+    """Keys, values, gates and where they stand, for `attention`, of a cache that holds the new tokens.
+
+    Without explicit positions where the order of the slots says as much: queries are then the last keys of all, and the
+    fused kernels serve the call.
+    """
+    k, v, ids, count = cache.k, cache.v, view.slot_ids, view.ids.shape[1]
+    if view.order == "any":
+        places = {"positions": view.positions, "kv_positions": view.slot_positions}
+        return {"k": k, "v": v, "log_gates": gates, "segment_ids": (view.ids, ids), **places}
+    begin = view.order == "begin"
+    turn = (lambda x: x[:, :count]) if begin else (lambda x: caches.to_the_end(x, view))
+    sums = None if gates is None else (gates[0], (turn(gates[1][0]), turn(gates[1][1])))
+    segments = None if begin and not view.padded else (view.ids, turn(ids))
+    return {"k": turn(k), "v": turn(v), "log_gates": sums, "segment_ids": segments}
 
 
 def _attend_carried(

@@ -5,7 +5,7 @@ well but carries a negative segment id, so nobody sees it. Rows may therefore be
 prompts may come in chunks, and positions always follow the mask, never the padded width.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,10 @@ from kernels.path.lazy import Pending, no_pending
 
 Array = jax.Array
 FOLD = 32  # tokens between two rewrites of carried keys
+# What is known of where tokens stand before any is seen. "any": nothing. "begin": the cache is empty, and the real
+# tokens of each row are one run without a gap, so slots are as far apart as positions. "continue": the same is true of
+# each row from the first slot on, the new tokens included. A kernel can then go by the slots' order, which is faster.
+Order = Literal["any", "begin", "continue"]
 
 
 @struct.dataclass
@@ -66,6 +70,7 @@ class View:
     """What one call sees of the cache: its own T tokens, and the S slots before (`past_*`) and after it is written.
 
     start: int32 scalar, first slot to write; positions, ids [B, T]; slot_positions, slot_ids, past_ids [B, S].
+    order: see `Order`; padded: there may be padding among the new tokens.
     """
 
     start: Array
@@ -74,10 +79,15 @@ class View:
     slot_positions: Array
     slot_ids: Array
     past_ids: Array
+    order: Order = struct.field(pytree_node=False, default="any")
+    padded: bool = struct.field(pytree_node=False, default=True)
 
 
-def look(cache: Cache, mask: Array) -> View:
-    """Place new tokens in the cache. mask [B, T] bool: True for a real token, False for padding."""
+def look(cache: Cache, mask: Array, order: Order = "any", padded: bool = True) -> View:
+    """Place new tokens in the cache. mask [B, T] bool: True for a real token, False for padding (none if not `padded`).
+
+    `order` is a promise that nothing checks here: `bampath.generate.prefill` makes it where it knows.
+    """
     steps = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
     positions = jnp.where(mask, cache.next_position[:, None] + steps - 1, 0)
     ids = jnp.where(mask, 0, -1).astype(jnp.int32)
@@ -88,6 +98,8 @@ def look(cache: Cache, mask: Array) -> View:
         slot_positions=write(cache.positions, positions, cache.used),
         slot_ids=write(cache.segment_ids, ids, cache.used),
         past_ids=cache.segment_ids,
+        order=order,
+        padded=padded,
     )
 
 
@@ -105,6 +117,11 @@ def advance(cache: Cache, view: View, layers: tuple[LayerCache, ...]) -> Cache:
 def write(slots: Array, new: Array, start: Array) -> Array:
     """Put new [B, T, …] into slots [B, S, …] at slot `start` (S >= start + T is the caller's duty)."""
     return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis=1)
+
+
+def to_the_end(slots: Array, view: View) -> Array:
+    """slots [B, S, …] turned until the newest token stands in the last slot; the empty ones are then in front."""
+    return jnp.roll(slots, slots.shape[1] - view.start - view.ids.shape[1], axis=1)
 
 
 def append_gates(sums: Pair, log_gates: Array, view: View) -> tuple[Pair, Pair]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bampath.cache import Cache
+from bampath.cache import Cache, Order
 from bampath.command import fail_gracefully
 from bampath.data import StreamDecoder, Tokenizer
 from bampath.load import Loaded, load
@@ -67,10 +67,26 @@ def _call(model: LM, params: Any, method: str, *args: Any) -> Any:
     return model.apply({"params": params}, *args, method=method)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def extend(model: LM, params: Any, tokens: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
+@partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)
+def extend(
+    model: LM, params: Any, tokens: Array, cache: Cache, mask: Array, order: Order = "any", padded: bool = True
+) -> tuple[Array, Cache]:
     """Jitted `LM.extend`: hidden states [B, T, dim] of new tokens and the cache with them (the old one is donated)."""
-    return _call(model, params, "extend", tokens, cache, mask)
+    return _call(model, params, "extend", tokens, cache, mask, order, padded)
+
+
+def _read(
+    model: LM, params: Any, tokens: np.ndarray, mask: np.ndarray, cache: Cache, chunk: int
+) -> Iterator[tuple[int, Array, Cache]]:
+    """Prompts [B, T] into the cache, `chunk` tokens at a time: yields (start, hidden [B, <=chunk, dim], cache)."""
+    runs = np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1
+    known = bool(runs.sum(axis=1).max() <= 1) and int(cache.used) == 0  # each prompt is one run, and stands alone
+    for start in range(0, tokens.shape[1], chunk):
+        new, real = tokens[:, start : start + chunk], mask[:, start : start + chunk]
+        order: Order = "any" if not known else "continue" if start else "begin"
+        padded = order != "begin" or not real.all()
+        hidden, cache = extend(model, params, jnp.asarray(new), cache, jnp.asarray(real), order, padded)
+        yield start, hidden, cache
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -104,10 +120,7 @@ def stream_features(
     mask = np.ones(tokens.shape, bool) if mask is None else mask
     tokens = np.pad(tokens, ((0, 0), (0, padded - length)))
     mask = np.pad(mask, ((0, 0), (0, padded - length)))
-    cache = init_cache(model.config, batch, padded)
-    for start in range(0, padded, chunk):
-        piece = slice(start, start + chunk)
-        hidden, cache = extend(model, params, jnp.asarray(tokens[:, piece]), cache, jnp.asarray(mask[:, piece]))
+    for start, hidden, _ in _read(model, params, tokens, mask, init_cache(model.config, batch, padded), chunk):
         yield start, hidden[:, : length - start]
 
 
@@ -124,16 +137,13 @@ def prefill(
     batch, length = tokens.shape
     last = length - 1 - np.argmax(mask[:, ::-1], axis=1)
     final: Array | None = None
-    for start in range(0, length, chunk):
-        stop = min(start + chunk, length)
-        hidden, cache = extend(
-            model, params, jnp.asarray(tokens[:, start:stop]), cache, jnp.asarray(mask[:, start:stop])
-        )
-        here = (last >= start) & (last < stop)
-        rows = hidden[np.arange(batch), np.clip(last - start, 0, stop - start - 1)]
+    after = cache
+    for start, hidden, after in _read(model, params, tokens, mask, cache, chunk):  # noqa: B007 (it is given back)
+        here = (last >= start) & (last < start + hidden.shape[1])
+        rows = hidden[np.arange(batch), np.clip(last - start, 0, hidden.shape[1] - 1)]
         final = rows if final is None else jnp.where(jnp.asarray(here)[:, None], rows, final)
     assert final is not None
-    return final, cache
+    return final, after
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], side: str, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:

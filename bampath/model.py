@@ -127,12 +127,15 @@ class LM(nn.Module):
         turns = [[params[f"layer_{i}"] for i in range(first, c.layers, period)] for first in range(period)]
         return jax.lax.scan(body, x_BTD, [jax.tree.map(stack, *layers) for layers in turns])[0]
 
-    def extend(self, tokens: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
+    def extend(
+        self, tokens: Array, cache: Cache, mask: Array, order: caches.Order = "any", padded: bool = True
+    ) -> tuple[Array, Cache]:
         """Hidden states [B, T, dim] of new tokens after those in `cache`, and the cache with them in it.
 
-        mask [B, T] bool marks real tokens; padding may stand on either side. A prompt may come in several calls.
+        mask [B, T] bool marks real tokens; padding may stand on either side. A prompt may come in several calls. order,
+        padded: what is known of the mask and the cache beforehand, see `bampath.cache`.
         """
-        view = caches.look(cache, mask)
+        view = caches.look(cache, mask, order, padded)
         row = RowTokens(positions=view.positions, ids=view.ids, packed=True, custom=False)
         x_BTD = self._embed(tokens, view.positions)
         layers: list[LayerCache] = []

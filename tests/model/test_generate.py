@@ -72,14 +72,30 @@ def test_draws_follow_the_distribution() -> None:
     np.testing.assert_allclose(drawn, [0.6, 0.3, 0.1], atol=0.03)
 
 
-def test_prefill_gives_the_state_of_each_last_token() -> None:
-    model, params = build("alibi")
-    tokens, mask = pad_prompts(PROMPTS, "right")
-    hidden, cache = prefill(model, params, tokens, mask, init_cache(model.config, 3, 8), chunk=3)
+@pytest.mark.parametrize(
+    ("spec", "side"), [("alibi", "right"), ("bam+ssmax", "left"), ("fox+bam", "left"), ("rope+window(3)", "right")]
+)
+def test_prefill_gives_the_state_of_each_last_token(spec: str, side: str) -> None:
+    """Also of a second part of each row, which begins behind the padding of the first."""
+    model, params = build(spec)
+    tokens, mask = pad_prompts(PROMPTS, side)
+    hidden, cache = prefill(model, params, tokens, mask, init_cache(model.config, 3, 16), chunk=3)
+    last = lambda row: model.apply({"params": params}, jnp.asarray([row]), method="features")[0, -1]
     for row, prompt in enumerate(PROMPTS):
-        want = model.apply({"params": params}, jnp.asarray([prompt]), method="features")[0, -1]
-        np.testing.assert_allclose(hidden[row], want, atol=1e-5)
+        np.testing.assert_allclose(hidden[row], last(prompt), atol=1e-5)
     assert cache.next_position.tolist() == [3, 1, 8]
+    more = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    hidden, _ = prefill(model, params, more, np.ones((3, 3), bool), cache, chunk=2)
+    for row, prompt in enumerate(PROMPTS):
+        np.testing.assert_allclose(hidden[row], last([*prompt, *more[row].tolist()]), atol=1e-5)
+
+
+def test_a_prompt_with_a_gap_is_read_by_its_positions() -> None:
+    model, params = build("bam+ssmax")
+    tokens, mask = np.array([[3, 1, 0, 4, 1]]), np.array([[True, True, False, True, True]])
+    hidden, _ = prefill(model, params, tokens, mask, init_cache(model.config, 1, 8), chunk=8)
+    want = model.apply({"params": params}, jnp.asarray([[3, 1, 4, 1]]), method="features")[0, -1]
+    np.testing.assert_allclose(hidden[0], want, atol=1e-5)
 
 
 def test_mistakes_are_named() -> None:
