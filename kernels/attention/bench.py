@@ -27,7 +27,7 @@ from typing import Any
 
 from kernels.attention.bench_tables import DOCS, RESULTS, tables
 
-PEER_PARTS = ("torch", "jax")
+PEER_PARTS = ("torch", "fla", "jax")
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "numpy", "torch", "triton"),
     *("fla-core", "flash-linear-attention", "tokamax", "flash-attn3-jax"),

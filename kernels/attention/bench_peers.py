@@ -1,6 +1,6 @@
 """Times of other attention kernels for the tables of docs/kernels.md; started by bench.py, once per framework.
 
-    python -m kernels.attention.bench_peers torch | jax
+    python -m kernels.attention.bench_peers torch | fla | jax
 
 Prepares every case (compiling, autotuning, warming up), prints READY, waits for a line on its input, so that nothing
 is timed while the benchmark compiles, and prints one JSON row per line. What is not installed becomes a row that says
@@ -43,15 +43,35 @@ def row_of(impl: str, case: str, which: str, shape: Shape) -> dict[str, Any]:
 # ---- torch ----
 
 
-def torch_cases(shape: Shape) -> Iterator[tuple[str, str, Callable[[], tuple[Any, list[Any]]], int]]:
+TorchCase = tuple[str, str, Callable[[], tuple[Any, list[Any]]], int]
+
+
+def tensors(layout: tuple[int, ...]) -> list[Any]:
+    import torch
+
+    make = lambda: torch.randn(layout, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return [make() for _ in range(3)]
+
+
+def fla_cases(shape: Shape) -> Iterator[TorchCase]:
+    """As `torch_cases`, of flash-linear-attention."""
+    import torch
+
+    def build() -> tuple[Any, list[Any]]:
+        ops = importlib.import_module("fla.ops.forgetting_attn")
+        x = tensors(shape)
+        gates = torch.nn.functional.logsigmoid(torch.randn(shape[:3], device="cuda") + 4)
+        gates.requires_grad_(True)
+        return lambda: ops.parallel_forgetting_attn(*x, gates), [*x, gates]
+
+    yield "FLA forgetting attention", "fox", build, 5
+
+
+def torch_cases(shape: Shape) -> Iterator[TorchCase]:
     """(peer, case, function that builds (forward, inputs), repeats) of the kernels for torch."""
     import torch
 
     batch, length, heads, dim = shape
-
-    def tensors(layout: tuple[int, ...]) -> list[Any]:
-        make = lambda: torch.randn(layout, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        return [make() for _ in range(3)]
 
     def sdpa(backend: str) -> Callable[[], tuple[Any, list[Any]]]:
         def build() -> tuple[Any, list[Any]]:
@@ -87,25 +107,17 @@ def torch_cases(shape: Shape) -> Iterator[tuple[str, str, Callable[[], tuple[Any
 
         return build
 
-    def fla() -> tuple[Any, list[Any]]:
-        ops = importlib.import_module("fla.ops.forgetting_attn")
-        x = tensors((batch, length, heads, dim))
-        gates = torch.nn.functional.logsigmoid(torch.randn(batch, length, heads, device="cuda") + 4)
-        gates.requires_grad_(True)
-        return lambda: ops.parallel_forgetting_attn(*x, gates), [*x, gates]
-
     yield "FlashAttention-2 (torch)", "plain", sdpa("FLASH_ATTENTION"), 5
     yield "cuDNN (torch)", "plain", sdpa("CUDNN_ATTENTION"), 5
     yield "FlexAttention", "alibi, fixed", flex(False), 5
-    yield "FLA forgetting attention", "fox", fla, 5
     if length <= 4096:
         yield "FlexAttention", "ggd, trained", flex(True), 1
 
 
-def prepare_torch(shape: Shape) -> Iterator[Prepared]:
+def prepare_torch(cases: Callable[[Shape], Iterator[TorchCase]], shape: Shape) -> Iterator[Prepared]:
     import torch
 
-    for impl, case, build, repeats in torch_cases(shape):
+    for impl, case, build, repeats in cases(shape):
         rows = [row_of(impl, case, which, shape) for which in ("fwd", "fwd_bwd")]
         try:
             run, inputs = build()
@@ -177,8 +189,8 @@ def why(problem: Exception) -> str:
 
 def main() -> None:
     framework = sys.argv[1]
-    if framework == "torch":
-        prepare: Any = prepare_torch
+    if framework in ("torch", "fla"):
+        prepare: Any = partial(prepare_torch, fla_cases if framework == "fla" else torch_cases)
         wait: Callable[[Any], Any] = lambda _: importlib.import_module("torch").cuda.synchronize()
     else:
         prepare, wait = prepare_jax, importlib.import_module("jax").block_until_ready

@@ -5,6 +5,8 @@ an unevaluated pair hi + lo (double-float arithmetic on Knuth's two-sum), and a 
 (hi_i − hi_j) + (lo_i − lo_j): the error is relative to that difference, not to the sums.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,22 +29,43 @@ def _add(x: Pair, y: Pair) -> Pair:
     return total, error - (total - high)
 
 
-def _running(x_BSH: Array, starts_BS: Array) -> Pair:
-    """Inclusive sums over axis 1 that restart where `starts`: log2(S) elementwise passes over doubling strides."""
-    length = x_BSH.shape[1]
-    index = jnp.arange(length)[None, :, None]
+RADIX = 16
 
-    def body(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        high, low, started = state
-        stride = 1 << i
-        before = lambda x: jnp.roll(x, stride, axis=1)
-        add = (index >= stride) & ~started
-        high, low = _add((high, low), (jnp.where(add, before(high), 0), jnp.where(add, before(low), 0)))
-        return high, low, started | (before(started) & (index >= stride))
 
-    started = starts_BS[:, :, None] | jnp.zeros_like(x_BSH[:, :, :1], bool)
-    high, low, _ = lax.fori_loop(0, (length - 1).bit_length(), body, (x_BSH, jnp.zeros_like(x_BSH), started))
+def _running(high: Array, low: Array, started: Array) -> Pair:
+    """Inclusive sums over axis 1 of pairs [B, S, H] that restart where `started` [B, S, 1].
+
+    Chunks of RADIX by doubling strides, then, with their sums done the same way, what came before each: a handful of
+    passes over memory at any length.
+    """
+    length = high.shape[1]
+    chunks = lambda x: jnp.pad(x, ((0, 0), (0, -length % RADIX), (0, 0))).reshape(x.shape[0], -1, RADIX, x.shape[2])
+    state = chunks(high), chunks(low), chunks(started)
+    stride = 1
+    while stride < min(RADIX, length):
+        state = _after([_shifted(x, stride, 2) for x in state], state)
+        stride *= 2
+    if length > RADIX:
+        ends = [x[:, :, -1] for x in state]
+        sums = _running(*ends)
+        high, low = (_shifted(x, 1, 1)[:, :, None] for x in sums)
+        state = _after([high, low, jnp.zeros((), bool)], state)
+    high, low = (x.reshape(x.shape[0], -1, x.shape[3])[:, :length] for x in state[:2])
     return high, low
+
+
+def _shifted(x: Array, by: int, axis: int) -> Array:
+    """x moved `by` places up along the axis, zeros in front."""
+    kept = lax.slice_in_dim(x, 0, x.shape[axis] - by, axis=axis)
+    return jnp.pad(kept, [(by, 0) if a == axis else (0, 0) for a in range(x.ndim)])
+
+
+def _after(before: Sequence[Array], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """`before` added in front of sums (hi, lo, have they restarted), where they have not."""
+    high, low, started = state
+    open_ = [jnp.where(started, 0, x) for x in before[:2]]
+    high, low = _add((open_[0], open_[1]), (high, low))
+    return high, low, started | before[2]
 
 
 def starts_of(segments_BS: Array) -> Array:
@@ -65,16 +88,16 @@ def extended_sums(before_BH: Pair, x_BTH: Array) -> Pair:
 
 @jax.custom_vjp
 def _sums(x_BSH: Array, starts_BS: Array) -> Pair:
-    return _running(x_BSH, starts_BS)
+    return _running(x_BSH, jnp.zeros_like(x_BSH), starts_BS[:, :, None])
 
 
 def _fwd(x_BSH: Array, starts_BS: Array) -> tuple[Pair, Array]:
-    return _running(x_BSH, starts_BS), starts_BS
+    return _sums(x_BSH, starts_BS), starts_BS
 
 
 def _bwd(starts_BS: Array, cotangents: Pair) -> tuple[Array, None]:
     ends = jnp.roll(starts_BS, -1, axis=1)
-    high, low = _running(jnp.flip(cotangents[0], 1), jnp.flip(ends, 1))
+    high, low = _sums(jnp.flip(cotangents[0], 1), jnp.flip(ends, 1))
     return jnp.flip(high + low, 1), None
 
 

@@ -57,6 +57,13 @@ def _tile_table() -> dict[str, dict[str, dict[str, str]]]:
     return json.loads((Path(__file__).parent / "mosaic_gpu_tiles.json").read_text())
 
 
+def _table_row(call: Call) -> str:
+    """Which row of the table a call takes. Gates with more than gates need registers in every tile, not in some."""
+    if call.gates is not None:
+        return "gates" if call.prior is None and call.q_segments is None else "gates and more"
+    return "plain" if call.prior is None else "prior"
+
+
 def _padded_to(x: Array, axis: int, multiple: int) -> Array:
     extra = -x.shape[axis] % multiple
     widths = [(0, extra if a == axis else 0) for a in range(x.ndim)]
@@ -121,8 +128,7 @@ def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Arr
     from kernels.attention.mosaic_gpu_spec import Tiles
 
     wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
-    added = "gates" if call.gates is not None else "prior" if call.prior is not None else "plain"
-    row = _tile_table()[str(wide)][added]
+    row = _tile_table()[str(wide)][_table_row(call)]
     options = Options(
         log_prior=None if call.prior is None else call.prior.log_prior,
         scale=call.scale,

@@ -22,7 +22,10 @@ from kernels.attention.mosaic_gpu_spec import (
     copies_of_table,
     copy_table,
     copy_vector,
+    gate_tile,
+    lift,
     matrix,
+    near_gates,
     offset_tile,
     read,
     spread,
@@ -31,11 +34,11 @@ from kernels.attention.mosaic_gpu_spec import (
     visible,
     zeros,
 )
-from kernels.attention.mosaic_gpu_tiles import partial_dot, toeplitz_totals
+from kernels.attention.mosaic_gpu_tiles import partial_dot, partial_sum, toeplitz_totals
 
 Array = jax.Array
 ROW_INPUTS = ("lse", "delta", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
-COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
+COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "k_near", "kv_segments")
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
@@ -48,6 +51,9 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     rows): Σ_j dlogits · slope, times scale · sharpness · log2 e if folded; `prior`: the same for the table itself
     (own_slope); with sharpness `sharpness`: Σ_j dlogits · (what it multiplies) / scale; with gates `rows`: Σ_j dlogits.
     """
+    near = near_gates(spec, tiles, arrays, "k", -1)
+    if near is not None:
+        arrays = arrays | {"k_near": -near}
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
     dtype, shape, n_slopes = spec.dtype, (64, tiles.step), spec.slopes
@@ -127,26 +133,40 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             def column(name: str, slot: Array) -> Array:
                 return read(buf[name].at[slot], COLUMN)
 
-            def offsets(slot: Array) -> Array:
-                column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
+            def offsets(slot: Array, masked: bool) -> Array:
+                gates: Any = None
+                if row_gates is not None and masked:
+                    columns = column("k_gate_hi", slot), column("k_gate_lo", slot)
+                    gates = gate_tile(spec, tiles, row_gates, columns, -1)
+                elif row_gates is not None:
+                    gates = spread(column("k_near", slot), shape, 1)
                 table_ref = buf["table"].at[slot] if spec.prior else None
-                return offset_tile(spec, tiles, table_ref, entry, row_gates, column_gates, gain, -1)
+                return offset_tile(spec, tiles, table_ref, entry, gates, gain, -1)
+
+            def row_lift(slot: Array) -> Array | None:
+                """What gates add to the rows of a tile without a mask."""
+                if row_gates is None:
+                    return None
+                up = lift(spec, row_gates, (buf["k_gate_hi"], buf["k_gate_lo"]), slot, step - 1)
+                return up if gain is None else up * gain[0]
 
             def tile_step(tile: Array, dots: Any, masked: bool, dq_ref: Any) -> Any:
                 slot = slot_of(tile)
 
-                def scores(s_ref: Any, dp_ref: Any) -> tuple[Array, Array, Array]:
+                def scores(s_ref: Any, dp_ref: Any) -> Any:
                     plgpu.barrier_wait(bar["k"].at[slot])
                     plgpu.wgmma(s_ref, buf["q"].at[wg], buf["k"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["v"].at[slot])
                     plgpu.wgmma(dp_ref, buf["do"].at[wg], buf["v"].at[slot].transpose((1, 0)))
-                    bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
+                    bias = offsets(slot, masked) if spec.offsets else None  # read while the tensor cores are busy
+                    up = None if masked else row_lift(slot)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                     s = s if bias is None else s + bias
-                    p = jnp.exp2(s * spread(factor, shape) - spread(row["lse"], shape))
-                    return s, p, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                    lse = row["lse"] if up is None else row["lse"] - up * factor
+                    p = jnp.exp2(s * spread(factor, shape) - spread(lse, shape))
+                    return s, up, p, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
 
-                s, p, dp = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                s, up, p, dp = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
                 plgpu.barrier_arrive(bar["v_free"].at[slot])
                 dp = dp * spread(factor, shape) if spec.folded else dp
                 ds = p * (dp - spread(delta, shape))
@@ -158,10 +178,12 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 if n_slopes:
                     slope_refs = [buf[f"slope{i}"].at[slot] for i in range(n_slopes)]
                     sums += toeplitz_totals(ds, slope_refs, entry, -1, tiles.slice, tiles.pairs)
+                total = partial_sum(ds) if spec.gates else None
                 if sharp_offsets:
-                    sums.append(partial_dot(ds, s))
-                if spec.gates:
-                    sums.append(ds.sum(axis=1))
+                    dot = partial_dot(ds, s)
+                    sums.append(dot if total is None or up is None else dot + total * spread(up, (64, 8)))
+                if total is not None:
+                    sums.append(total)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(bar["k_free"].at[slot])
                 return tuple(a + b for a, b in zip(dots, sums, strict=True))
@@ -182,10 +204,10 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 for ref, value in zip(dot_refs, dots, strict=True):
                     ref[...] = value
 
-            begin = [zeros(64, 8)] * (n_slopes + sharp_offsets) + [zeros(64)] * spec.gates
+            begin = [zeros(64, 8)] * (n_slopes + sharp_offsets + spec.gates)
             dq, *dots = pl.run_state(walk)((plgpu.ACC.init(zeros(64, d)), *begin))
             if spec.gates:
-                rows = dots.pop()
+                rows = dots.pop().sum(axis=1)
                 buf["row_sums"].at[wg][...] = rows / factor if spec.folded else rows
             for i in range(n_slopes):
                 buf["slope_sums"].at[wg, i][...] = dots[i].sum(axis=1)

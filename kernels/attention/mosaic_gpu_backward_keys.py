@@ -18,7 +18,10 @@ from kernels.attention.mosaic_gpu_spec import (
     copies_of_table,
     copy_table,
     copy_vector,
+    gate_tile,
+    lift,
     matrix,
+    near_gates,
     offset_tile,
     read,
     spread,
@@ -27,10 +30,11 @@ from kernels.attention.mosaic_gpu_spec import (
     visible,
     zeros,
 )
+from kernels.attention.mosaic_gpu_tiles import partial_sum
 
 Array = jax.Array
 ROW_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
-COLUMN_INPUTS = ("lse", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
+COLUMN_INPUTS = ("lse", "near_lse", "factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
@@ -41,6 +45,10 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
     Returns dk, dv [B, S, Hkv, D], summed over the query heads that share a key head, and with gates `gates`
     [B, H, padded S]: Σ_i d(gate term), times log2 e · scale if there is a sharpness.
     """
+    near = near_gates(spec, tiles, arrays, "q", 0)
+    if near is not None:
+        near = near * arrays.get("gain", 1.0) * arrays.get("factor", spec.scale * LOG2E)
+        arrays = arrays | {"near_lse": arrays["lse"] - near}
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
     dtype, shape = spec.dtype, (64, tiles.step)
@@ -104,16 +112,19 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             def column(name: str, slot: Array) -> Array:
                 return read(buf[name].at[slot], COLUMN)
 
-            def offsets(slot: Array) -> Array:
-                row_gates = column_gates = None
+            def offsets(slot: Array, masked: bool) -> Array:
+                gates = None
                 if spec.gates:
                     high, low = (read(buf[n].at[wg], ROW) for n in gate_names)
-                    row_gates = (high, low)
-                    column_gates = (column("q_gate_hi", slot), column("q_gate_lo", slot))
+                    refs = buf["q_gate_hi"], buf["q_gate_lo"]
+                    if masked:
+                        columns = (column("q_gate_hi", slot), column("q_gate_lo", slot))
+                        gates = gate_tile(spec, tiles, (high, low), columns, 1)
+                    else:
+                        gates = spread(-lift(spec, (high, low), refs, slot, 0), shape)
                 gain = (column("gain", slot), 1) if "gain" in column_names else None
                 table_ref = buf["table"].at[slot] if spec.prior else None
-                at = tiles.rows - wg * 64
-                return offset_tile(spec, tiles, table_ref, at, row_gates, column_gates, gain, 1)
+                return offset_tile(spec, tiles, table_ref, tiles.rows - wg * 64, gates, gain, 1)
 
             def tile_step(tile: Array, gates: Any, masked: bool, skipped: Array, dk_ref: Any, dv_ref: Any) -> Any:
                 count = skipped + (tile - start)
@@ -124,13 +135,14 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                     plgpu.wgmma(s_ref, buf["k"].at[wg], buf["q"].at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(bar["do"].at[slot])
                     plgpu.wgmma(dp_ref, buf["v"].at[wg], buf["do"].at[slot].transpose((1, 0)))
-                    bias = offsets(slot) if spec.offsets else None  # read while the tensor cores are busy
+                    bias = offsets(slot, masked) if spec.offsets else None  # read while the tensor cores are busy
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                     s = s if bias is None else s + bias
                     factor: Any = jnp.float32(spec.scale * LOG2E)
                     if spec.sharpness:
                         factor = spread(column("factor", slot), shape, 1)
-                    p = jnp.exp2(s * factor - spread(column("lse", slot), shape, 1))
+                    lse = column("lse" if masked or not spec.gates else "near_lse", slot)
+                    p = jnp.exp2(s * factor - spread(lse, shape, 1))
                     if masked:
                         segments = None if k_segments is None else (k_segments, column("q_segments", slot))
                         seen = visible(spec, tile * step, base, shape, segments, queries_are_rows=False)
@@ -146,7 +158,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 if spec.gates:
                     # Back to d(logits) where the sharpness does not reach the gates.
                     plain = ds * spread(column("gain", slot), shape, 1) if "gain" in column_names else ds
-                    gates = (gates[0] + plain.sum(axis=1),)
+                    gates = (gates[0] + partial_sum(plain),)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(bar["q_free"].at[slot])
                 return gates
@@ -162,7 +174,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                     step_at = lambda i, c: tile_step(i, c, masked, member * width, dk_ref, dv_ref)
                     return lax.fori_loop(low, high, step_at, gates)
 
-                gates: Any = (zeros(64),) if spec.gates else ()
+                gates: Any = (zeros(64, 8),) if spec.gates else ()
                 if spec.segments or spec.causal or spec.window is not None:
                     gates = run(start, full_start, gates, True)
                 if not spec.segments:
@@ -170,7 +182,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 if spec.segments or spec.window is not None:
                     gates = run(full_stop, stop, gates, True)
                 if spec.gates:
-                    buf["gate_sums"].at[wg][...] = gates[0]
+                    buf["gate_sums"].at[wg][...] = gates[0].sum(axis=1)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(buf["gate_sums"].at[wg], outs["gates"].at[batch, head, there])
                     plgpu.wait_smem_to_gmem(0)

@@ -23,7 +23,10 @@ from kernels.attention.mosaic_gpu_spec import (
     copies_of_table,
     copy_table,
     copy_vector,
+    gate_tile,
+    lift,
     matrix,
+    near_gates,
     offset_tile,
     read,
     spread,
@@ -35,7 +38,7 @@ from kernels.attention.mosaic_gpu_spec import (
 
 Array = jax.Array
 ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
-COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "kv_segments")
+COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "k_near", "kv_segments")
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
@@ -47,6 +50,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     (1 / sharpness), shaped alike; with gates `q_gate_hi`, `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H,
     padded S]; with segments `q_segments`, `kv_segments` [B, padded length] and `bounds` (`segment_bounds`).
     """
+    near = near_gates(spec, tiles, arrays, "k", -1)
+    if near is not None:
+        arrays = arrays | {"k_near": -near}
     names = list(arrays)
     d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
     dtype, shape = spec.dtype, (64, tiles.step)
@@ -123,10 +129,26 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             def column(name: str, slot: Array) -> Array:
                 return read(buf[name].at[slot], COLUMN)
 
-            def offsets(slot: Array) -> Array:
-                column_gates = (column("k_gate_hi", slot), column("k_gate_lo", slot)) if spec.gates else None
+            def offsets(slot: Array, masked: bool) -> Array:
+                gates: Any = None
+                if row_gates is not None and masked:
+                    columns = column("k_gate_hi", slot), column("k_gate_lo", slot)
+                    gates = gate_tile(spec, tiles, row_gates, columns, -1)
+                elif row_gates is not None:
+                    gates = spread(column("k_near", slot), shape, 1)
                 table_ref = buf["table"].at[slot] if spec.prior else None
-                return offset_tile(spec, tiles, table_ref, step + wg * 64, row_gates, column_gates, gain, -1)
+                return offset_tile(spec, tiles, table_ref, step + wg * 64, gates, gain, -1)
+
+            def row_lift(slot: Array) -> Array | None:
+                """What gates add to the rows of a tile without a mask, times the factor."""
+                if row_gates is None:
+                    return None
+                up = lift(spec, row_gates, (buf["k_gate_hi"], buf["k_gate_lo"]), slot, step - 1)
+                return (up if gain is None else up * gain[0]) * factor
+
+            def begins(masked: bool) -> bool:
+                """Do accumulators start with the offsets: with gates not where the tile before does not know which."""
+                return spec.offsets and (not spec.gates or spec.segments or not masked)
 
             def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
                 acc, m, l, *begin = carry
@@ -140,10 +162,12 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                     content(ref)
                     return ref[...]
 
-                if spec.offsets:
+                if begin:
                     s = pl.run_state(content)(plgpu.ACC.init(begin[0]))
                 else:
                     s = pl.run_scoped(content_alone, plgpu.ACC(shape, jnp.float32))
+                    s = s + offsets(slot, masked) if spec.offsets else s
+                up = None if masked else row_lift(slot)
                 if masked:
                     segments = (row["q_segments"], column("kv_segments", slot)) if spec.segments else None
                     s = jnp.where(visible(spec, base, tile * step, shape, segments), s, hidden)
@@ -152,10 +176,10 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 if spec.sharpness:
                     # A negative factor turns the order of a row round.
                     top = lax.cond(negative, lambda: jnp.maximum(top, s.min(axis=1) * factor), lambda: top)
-                m_new = jnp.maximum(m, top)
+                m_new = jnp.maximum(m, top if up is None else top + up)
                 m_safe = jnp.where(m_new == -jnp.inf, jnp.float32(0), m_new)
                 alpha = jnp.exp2(m - m_safe)
-                p = jnp.exp2(s * spread(factor, shape) - spread(m_safe, shape))
+                p = jnp.exp2(s * spread(factor, shape) - spread(m_safe if up is None else m_safe - up, shape))
                 acc = acc * spread(alpha, (64, d))
                 l = l * alpha + p.sum(axis=1)
                 p16 = p.astype(dtype)
@@ -168,9 +192,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                     plgpu.wgmma(ref, p16, buf["v"].at[slot])
                     pl.when(has_next)(lambda: plgpu.barrier_wait(bar["k"].at[next_slot]))
                     if next_ref is not None:
-                        next_ref[...] = offsets(next_slot)
+                        next_ref[...] = offsets(next_slot, masked)
 
-                if spec.offsets:
+                if begin:
                     acc, *begin = pl.run_state(lambda refs: values(*refs))((plgpu.ACC.init(acc), begin[0]))
                     # Without the barrier ptxas finds no registers for the accumulator and serialises all products.
                     begin = [lax.optimization_barrier(begin[0])]
@@ -180,12 +204,15 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 return acc, m_new, l, *begin
 
             def run(low: Array, high: Array, carry: Any, masked: bool) -> Any:
+                if begins(masked) and len(carry) == 3:
+                    carry = (*carry, offsets(slot_of(low), masked))
+                carry = carry if begins(masked) else carry[:3]
                 return lax.fori_loop(low, high, lambda i, c: tile_step(i, c, masked), carry)
 
             pl.when(start < stop)(lambda: plgpu.barrier_wait(bar["k"].at[0]))
             pl.when(wg == 1)(take_turn)
             m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
-            carry: Any = (zeros(64, d), m0, zeros(64), *([offsets(slot_of(start))] if spec.offsets else []))
+            carry: Any = (zeros(64, d), m0, zeros(64))
             if spec.window is not None:
                 carry = run(start, full_start, carry, True)
             if not spec.segments:

@@ -280,26 +280,51 @@ def offset_tile(
     tiles: Tiles,
     table_ref: Any,
     base: Array,
-    row_gates: tuple[Array, Array] | None,
-    column_gates: tuple[Array, Array] | None,
+    gates: Array | None,
     gain: tuple[Array, int] | None,
     sign: int,
 ) -> Array:
-    """Prior plus gates of a tile, in units of the content scale: where the score accumulator starts.
+    """Prior plus gates [64, step] of a tile, in units of the content scale: where the score accumulator starts.
 
     sign −1: rows are queries; +1: rows are keys. gain: a factor along axis 0 or 1.
     """
-    shape = (64, tiles.step)
-    total = None
+    total = gates
     if spec.prior:
-        total = toeplitz_tile(table_ref, base, tiles.step, sign, tiles.slice, tiles.pairs)
-    if row_gates is not None and column_gates is not None:
-        high, low = (spread(r, shape) - spread(c, shape, 1) for r, c in zip(row_gates, column_gates, strict=True))
-        # The difference first: the sums are long, and scaling them would round it away.
-        gates = (high + low) * (-sign / spec.scale)
-        total = gates if total is None else total + gates
+        prior = toeplitz_tile(table_ref, base, tiles.step, sign, tiles.slice, tiles.pairs)
+        total = prior if gates is None else prior + gates
     assert total is not None
-    return total if gain is None else total * spread(gain[0], shape, gain[1])
+    return total if gain is None else total * spread(gain[0], (64, tiles.step), gain[1])
+
+
+def gate_tile(spec: Spec, tiles: Tiles, rows: tuple[Array, Array], columns: tuple[Array, Array], sign: int) -> Array:
+    """What gates add to a tile of scores, from the sums (hi, lo) of its rows and columns. sign as in `offset_tile`.
+
+    The differences come first: the sums are long, and scaling them would round it away.
+    """
+    shape = (64, tiles.step)
+    high, low = (spread(r, shape) - spread(c, shape, 1) for r, c in zip(rows, columns, strict=True))
+    return (high + low) * (-sign / spec.scale)
+
+
+def near_gates(spec: Spec, tiles: Tiles, arrays: dict[str, Array], name: str, place: int) -> Array | None:
+    """Gate sums less that at `place` (0 or −1) of their tile, over the scale: [B, H, padded length].
+
+    None where no tile goes without a mask. In a tile without one every query comes after every key, so a sum between
+    theirs, that of the tile's last key or first query, splits the difference into two of one sign: neither rounds more
+    than the whole may, and each needs only one number per row or column.
+    """
+    if not spec.gates or spec.segments:
+        return None
+    high, low = (arrays[f"{name}_gate_{part}"] for part in ("hi", "lo"))
+    chunks = lambda x: x.reshape(*x.shape[:2], -1, tiles.step)
+    from_place = lambda x: chunks(x) - chunks(x)[..., place][..., None]
+    return ((from_place(high) + from_place(low)) * (1 / spec.scale)).reshape(high.shape)
+
+
+def lift(spec: Spec, sums: tuple[Array, Array], refs: tuple[Any, Any], slot: Array, place: int) -> Array:
+    """The other part of the difference: sums (hi, lo) of rows less that at `place` of the tile in `slot` of `refs`."""
+    high, low = (mine - ref[slot, place] for mine, ref in zip(sums, refs, strict=True))
+    return (high + low) * (1 / spec.scale)
 
 
 def visible(

@@ -139,20 +139,29 @@ def toeplitz_totals(
 
 def partial_dot(a: Array, b: Array) -> Array:
     """Row sums of a * b, left as float32 [64, 8] partial sums."""
-    columns = a.shape[1]
+    return _partial(fa.mulf, a, b)
+
+
+def partial_sum(a: Array) -> Array:
+    """Row sums, left as float32 [64, 8] partial sums."""
+    return _partial(lambda x: x, a)
+
+
+def _partial(term_of: Callable[..., ir.Value], *tiles: Array) -> Array:
+    columns = tiles[0].shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WGMMA,) * len(tiles),
         return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def build(_: Any, x: Any, y: Any) -> Any:
+    def build(_: Any, *arrays: Any) -> Any:
         sums: dict[int, ir.Value] = {}
         for idx, _block, half in _registers((ROWS, columns)):
-            term = fa.mulf(x.registers[idx], y.registers[idx])
+            term = term_of(*(x.registers[idx] for x in arrays))
             sums[half] = term if half not in sums else fa.addf(sums[half], term)
         return _from_halves(sums)
 
-    return build(a, b)
+    return build(*tiles)
 
 
 def _from_halves(sums: dict[int, ir.Value]) -> Any:

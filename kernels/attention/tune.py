@@ -64,6 +64,7 @@ MOSAIC: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain": ("plain", ("2x128x2", "2x64x2", "2x64x3", "3x64x2")),
     "prior": ("bam+ssmax", ("2x128x2", "2x64x2", "2x64x2p", "3x64x2")),
     "gates": ("fox, nothing to skip", ("2x128x2", "2x64x2", "2x64x3")),
+    "gates and more": ("bam+ssmax+fox", ("2x128x2", "2x64x2")),
 }
 # splits per multiprocessor, keys per step, warps, stages
 DECODE = ((4, 64, 4, 3), (4, 64, 4, 2), (8, 64, 4, 3), (2, 64, 4, 4), (4, 64, 2, 4), (4, 128, 4, 2), (8, 32, 2, 4))
