@@ -2,6 +2,7 @@
 
     python -m launch.run --on local --config tiny train.steps=200
     python -m launch.run --on tpu-vm --create --spot --type v5litepod-256 --zone us-west4-a --runs /mnt/runs \\
+        --setup 'sudo mkdir -p /mnt/runs && sudo mount 10.0.0.2:/runs /mnt/runs' \\
         --config bam-1.1b train.accumulate=1 data.batch_size=1280 mesh.data=16 mesh.fsdp=16 --dry-run
     python -m launch.run --on xpk --cluster pods --zone us-west4-a --type v6e-256 --runs /mnt/runs \\
         --config bam-1.1b position=path+fox train.accumulate=1 data.batch_size=1280 mesh.data=16 mesh.fsdp=16
@@ -26,13 +27,15 @@ from pathlib import Path
 
 from bampath import config as configs
 from bampath.config import Config
+from launch.needs import paths, refuse_missing
 from launch.plan import call, check_name, execute, run_name, script
 from launch.targets import TARGETS, chips_of
 
+ROOT = Path(__file__).parents[1]
 CHIPS_PER_HOST = {"v5litepod": 8, "v5p": 4, "v6e": 8}  # of slices of one host; larger ones have 4 per host
 _COMMON = {"on", "config", "overrides", "name", "runs", "logs", "max_restarts", "dry_run", "allow_dirty"}
 _OWN: dict[str, tuple[set[str], set[str]]] = {  # options that a target needs, and that it may have
-    "tpu-vm": ({"zone", "type", "runs"}, {"project", "tpu", "create", "spot", "runtime_version"}),
+    "tpu-vm": ({"zone", "type", "runs"}, {"project", "tpu", "create", "spot", "runtime_version", "setup"}),
     "xpk": ({"cluster", "zone", "type", "runs"}, {"project", "image", "base_image"}),
     "slurm": ({"nodes", "gpus_per_node", "time"}, {"partition", "account"}),
     "local": (set(), {"processes", "python"}),
@@ -45,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: 0 done, 2 a wrong command line, else the status of the run (see `launch.supervise`)."""
     try:
         options = parse(arguments)
-        plan = TARGETS[options.on](options)
-        if not options.dry_run and options.on in ("tpu-vm", "xpk"):
+        if options.on in ("tpu-vm", "xpk"):
             refuse_uncommitted(options)
+            refuse_missing(options.needed, ROOT)
+        plan = TARGETS[options.on](options)
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -83,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.name = options.name or run_name(options.config, config.model.position, time.localtime())
     check_name(options.name)
     _check_target(options, config)
+    options.needed = paths(config)
     return options
 
 
@@ -108,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     vm.add_argument("--create", action="store_true", help="make it, and again when it was preempted")
     vm.add_argument("--spot", action="store_true", help="as a spot machine, with --create")
     vm.add_argument("--runtime-version", metavar="V", help="default: the one of the type")
+    vm.add_argument("--setup", metavar="COMMAND", help="run on every worker first: mount --runs, install a Python")
     gke = parser.add_argument_group("xpk")
     gke.add_argument("--cluster")
     gke.add_argument("--image", help="a docker image that holds this repository and its requirements")
@@ -197,7 +203,7 @@ def _check_target(options: argparse.Namespace, config: Config) -> None:
 def refuse_uncommitted(options: argparse.Namespace) -> None:
     """ValueError if what is sent would not be what is here: machines get the last commit."""
     git = ["git", "status", "--porcelain", "--untracked-files=no"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=ROOT)
     if (done.returncode or done.stdout.strip()) and not options.allow_dirty:
         raise ValueError("files differ from the last commit, which is what the machines get: commit, or --allow-dirty")
 

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.needs import find_python, look
 from launch.plan import Command, File, Plan
 from launch.supervise import FINAL, LOG_NAME, PID_NAME, STATUS_NAME
 
@@ -43,6 +44,7 @@ def tpu_vm(options: Namespace) -> Plan:
     """A TPU VM (pod slice): made through a queued resource with --create, else one that is there."""
     pod = _Pod(options)
     made = (pod.create(), pod.wait()) if options.create else ()
+    ready = (*pod.setup(), pod.look(), *pod.install())
     kept = f"{options.logs}/{options.name}"
     packed = (
         Command("a folder for the code and one for the logs", ("mkdir", "-p", str(Path(pod.archive).parent), kept)),
@@ -52,13 +54,13 @@ def tpu_vm(options: Namespace) -> Plan:
     lost = Command("nothing can be rebuilt", ("bash", "-c", f"echo {shlex.quote(gone)} >&2; exit 1"))
     return Plan(
         options.name,
-        before=(*packed, *made, *pod.install()),
+        before=(*packed, *made, *ready),
         run=(pod.start(), pod.follow()),
         after=tuple(pod.collect(worker, kept) for worker in range(options.hosts)),
         restarts=options.max_restarts,
         final=FINAL,
         healthy=pod.healthy(),
-        rebuild=(pod.delete(), *made, *pod.install()) if options.create else (lost,),
+        rebuild=(pod.delete(), *made, *ready) if options.create else (lost,),
     )
 
 
@@ -102,13 +104,22 @@ class _Pod:
         argv = self._queued("delete", *self._where, "--force", "--quiet")
         return Command("give back what is left of them", argv)
 
+    def setup(self) -> tuple[Command, ...]:
+        """The user's own command, which mounts the folder of runs, say, or installs a Python."""
+        return (self._on("all", "prepare every worker", self.options.setup),) if self.options.setup else ()
+
+    def look(self) -> Command:
+        options = self.options
+        text = look(options.needed, options.runs, shared=options.hosts > 1)
+        return self._on("all", "has every worker what the run needs?", text)
+
     def install(self) -> tuple[Command, Command]:
         copy = self._vm("scp", self.archive, f"{self.tpu}:{self.home}.tar.gz")
         unpack = f"mkdir -p {self.home} && tar -xzf {self.home}.tar.gz -C {self.home} && cd {self.home}"
-        packages = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt 'jax[tpu]'"
+        packages = "\"$p\" -m venv .venv && .venv/bin/pip install -q -r requirements.txt 'jax[tpu]'"
         return (
             Command("copy the code", (*copy, *self._where, "--worker=all")),
-            self._on("all", "install it", f"{unpack} && {packages}"),
+            self._on("all", "install it", f"{find_python()}; {unpack} && {packages}"),
         )
 
     def start(self) -> Command:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bampath import config as configs
 from bampath.metrics import read
-from launch import plan, run
+from launch import needs, plan, run
 from launch.plan import Command, File, Plan, call, execute, run_name
-from launch.targets import chips_of, slurm
+from launch.targets import TARGETS, chips_of, slurm
 from tests.train.small import SMALL, text_file
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +61,28 @@ CASES = {
 }
 
 
+def git_says(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
+    """Let `git VERB` print this, and no other program be run by launch."""
+    real = subprocess.run
+
+    def answer(argv: list[str], **how: object) -> object:
+        if argv[0] != "git":
+            return real(argv, **how)
+        return subprocess.CompletedProcess(argv, 0, stdout=answers[argv[1].replace("-", "_")])
+
+    monkeypatch.setattr(subprocess, "run", answer)
+
+
+@pytest.fixture(autouse=True)
+def _committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be in the middle of a change."""
+    git_says(monkeypatch, status="", ls_tree="")
+
+
 @pytest.mark.parametrize("target", CASES)
 def test_a_dry_run_prints_exactly_what_would_run(target: str, capsys: pytest.CaptureFixture, monkeypatch):
     monkeypatch.chdir("/tmp")
-    monkeypatch.setattr(subprocess, "run", None)  # nothing is run
+    monkeypatch.setattr(subprocess, "Popen", None)  # nothing is run
     assert run.main(CASES[target]) == 0
     assert capsys.readouterr().out == (GOLDEN / f"{target}.txt").read_text(encoding="utf-8")
 
@@ -259,12 +278,67 @@ def test_commands_are_run_and_files_written(tmp_path: Path, capfd: pytest.Captur
     assert call(Command("miss", ("no-such-program-here",))) == 127
 
 
-def test_machines_get_the_last_commit_so_changes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys):
-    changed = subprocess.CompletedProcess([], 0, stdout=" M launch/run.py\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: changed)
-    real = [word for word in CASES["xpk"] if word != "--dry-run"]
-    assert run.main(real) == 2
+@pytest.mark.parametrize("dry", [True, False])
+def test_machines_get_the_last_commit_so_changes_are_refused(dry: bool, monkeypatch: pytest.MonkeyPatch, capsys):
+    git_says(monkeypatch, status=" M launch/run.py\n")
+    words = [word for word in CASES["xpk"] if dry or word != "--dry-run"]
+    assert run.main(words) == 2
     assert "files differ from the last commit" in capsys.readouterr().err
+    if dry:
+        assert run.main([*words, "--allow-dirty"]) == 0
+
+
+def test_files_that_the_machines_will_not_have_are_refused(monkeypatch: pytest.MonkeyPatch, capsys):
+    assert run.main([*CASES["xpk"], "data.source=my/text"]) == 2
+    error = capsys.readouterr().err
+    assert "data.source: 'my/text' is not in the last commit" in error
+    assert "name a path from /" in error
+    git_says(monkeypatch, status="", ls_tree="my/text\n")
+    assert run.main([*CASES["xpk"], "data.source=my/text"]) == 0
+
+
+def test_what_a_run_reads_is_known():
+    keys = ["data.source=0.7*shards:/d/a,0.3*fineweb:/d/b/*.parquet", "data.validation_source=tfds:books@/d/t"]
+    found = needs.paths(configs.get("tiny", *keys, "data.tokenizer=/d/mistral.model", "train.init_from=/d/run"))
+    assert found == {
+        "data.source[0]": "/d/a",
+        "data.source[1]": "/d/b/*.parquet",
+        "data.validation_source": "/d/t",
+        "data.tokenizer": "/d/mistral.model",
+        "train.init_from": "/d/run",
+    }
+    assert needs.paths(configs.get("tiny", "data.validation_source=tfds:books")) == {}
+
+
+def test_workers_are_looked_at_before_anything_is_installed(tmp_path: Path):
+    """The text that a worker runs, run here."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "file").touch()
+
+    def look(folder: Path, *, shared: bool = False, **needed: str) -> str:
+        text = needs.look(needed, str(folder), shared=shared)
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+        assert done.returncode == (2 if done.stderr else 0), done
+        return done.stderr
+
+    runs = tmp_path / "my runs"
+    assert look(runs, text=f"{tmp_path}/te*", here="not/from/root") == ""
+    assert runs.is_dir()
+    assert f"text: there is no {tmp_path}/none" in look(runs, text=f"{tmp_path}/none")
+    assert f"{tmp_path}/file/runs cannot be written: mount it" in look(tmp_path / "file/runs")
+    assert f"{runs} is a disk of this machine alone, must be one that all share" in look(runs, shared=True)
+    without = needs.find_python().replace("python3", "python2-not-there")
+    done = subprocess.run(["bash", "-c", without], capture_output=True, text=True, check=False)
+    assert (done.returncode, "no Python 3.11 to 3.13" in done.stderr) == (2, True)
+
+
+def test_a_pod_is_prepared_looked_at_and_installed_again_when_it_was_made_again():
+    words = [word for word in CASES["tpu-vm"] if word != "position=path+fox"]
+    made = TARGETS["tpu-vm"](run.parse([*words, "--setup", "sudo mount 10.0.0.2:/runs /mnt/runs"]))
+    steps = ["prepare every worker", "has every worker what the run needs?", "copy the code", "install it"]
+    for commands in (made.before, made.rebuild):
+        assert [command.what for command in commands][-4:] == steps
+        assert commands[-4].argv[-1] == "--command=sudo mount 10.0.0.2:/runs /mnt/runs"
 
 
 @pytest.mark.slow
