@@ -2,15 +2,19 @@
 
 No checkpoint is needed: parameters are random, prompts are random tokens. Per length: a forward of the training code
 over whole rows; prefill of the same rows through the cache, --chunk tokens at a time; scored prompts (what passkey
-does, --samples of them); and answers of --new-tokens greedy tokens (what RULER does). Each is compiled first, then
-timed --repeats times; the median is shown, all times are in the JSON.
+does, --depths of them); and answers of --new-tokens greedy tokens (what RULER does, --samples of them). --far asks for
+scored prompts at lengths that are read through the cache in pieces, one prompt each. Everything is compiled, run once
+and checked before anything is timed; the median of --repeats is shown, all times are in the JSON, which grows.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from bampath.evaluation.answers import ModelAnswerer
 from bampath.evaluation.command import parse_lengths
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.evaluation.results import environment, write_results
+from bampath.evaluation.speed_checks import checks
 from bampath.generate import prefill
 from bampath.model import LM, init_cache
 from bampath.params import unbox
@@ -31,67 +36,137 @@ from bampath.params import unbox
 Row = dict[str, Any]
 
 
-def measure(
-    model: LM, params: Any, length: int, *, samples: int, new_tokens: int, chunk: int, batch_tokens: int, repeats: int
-) -> list[Row]:
-    """Rows {case, length, batch, tokens_ or samples_per_second, seconds: [repeats]} of one length in tokens."""
-    batch = max(1, batch_tokens // length)
-    draws = np.random.default_rng(0)
-    tokens = draws.integers(0, model.config.vocab_size, (max(batch, samples), length)).astype(np.int32)
-    rows, mask = tokens[:batch], np.ones((batch, length), bool)
+@dataclass(frozen=True)
+class Sizes:
+    """How much of each case is run, see the command's options. batch_tokens: tokens that are read together."""
+
+    samples: int = 100
+    depths: int = 20
+    new_tokens: int = 128
+    chunk: int = CHUNK
+    batch_tokens: int = 262_144
+    repeats: int = 3
+
+    def together(self, length: int, amount: int) -> int:
+        """Rows at a time: the most that fit and divide `amount`, so that all batches have one shape."""
+        fit = max(1, self.batch_tokens // length)
+        return max(n for n in range(1, min(fit, amount) + 1) if amount % n == 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: run() handles `amount` of `unit`; warm() compiles the same programs; repeats: times to run."""
+
+    name: str
+    length: int
+    batch: int
+    unit: str
+    amount: int
+    warm: Callable[[], Any]
+    run: Callable[[], Any]
+    repeats: int
+
+
+def cases(model: LM, params: Any, length: int, sizes: Sizes) -> list[Case]:
+    """Forward, prefill, scored prompts and answers at one length in tokens."""
+    rows = sizes.together(length, max(1, sizes.batch_tokens // length))
+    tokens = _tokens(model, max(rows, sizes.samples, sizes.depths), length)
+    read, mask = tokens[:rows], np.ones((rows, length), bool)
     forward = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens, method="features"))
-    reader = ModelReader(model, params, max(chunk, length))
-    answerer = ModelAnswerer(model, params, chunk=chunk, batch_tokens=batch_tokens)
-    places = np.full((batch, 1), length - 1, np.int32)
+    step = lambda: forward(params, read)
 
-    def read() -> Any:
-        cache = init_cache(model.config, batch, length)
-        return prefill(model, params, rows, mask, cache, chunk)[0]
+    def through_the_cache() -> Any:
+        return prefill(model, params, read, mask, init_cache(model.config, rows, length), min(sizes.chunk, length))[0]
 
-    def score() -> Any:
-        return [reader.logits_at(tokens[i : i + batch], places) for i in range(0, samples - samples % batch, batch)]
-
-    prompts = [row[: length - new_tokens].tolist() for row in tokens[:samples]]
-    scored = samples - samples % batch
-    facts = {"length": length, "batch": batch, "chunk": chunk}
-    cases: list[tuple[str, str, int, Callable[[], Any]]] = [
-        ("forward", "tokens_per_second", batch * length, lambda: forward(params, rows)),
-        ("prefill", "tokens_per_second", batch * length, read),
-        ("scored prompts", "samples_per_second", scored, score),
-        (
-            f"answers of {new_tokens} tokens",
-            "samples_per_second",
-            samples,
-            lambda: answerer.answer(prompts, new_tokens, None),
+    group = sizes.together(length, sizes.samples)
+    prompts = [row[: length - sizes.new_tokens].tolist() for row in tokens[: sizes.samples]]
+    answerer = ModelAnswerer(model, params, chunk=sizes.chunk, batch_tokens=group * length)
+    return [
+        Case("forward", length, rows, "tokens_per_second", rows * length, step, step, sizes.repeats),
+        Case(
+            *("prefill", length, rows, "tokens_per_second", rows * length),
+            *(through_the_cache, through_the_cache, sizes.repeats),
+        ),
+        scored(model, params, length, sizes.depths, sizes),
+        Case(
+            *(f"answers of {sizes.new_tokens} tokens", length, group, "samples_per_second", sizes.samples),
+            lambda: answerer.answer(prompts[:group], 2, None),
+            lambda: answerer.answer(prompts, sizes.new_tokens, None),
+            1,
         ),
     ]
-    found = []
-    for case, unit, amount, call in cases:
-        if amount:
-            seconds = _times(call, repeats)
-            found.append({"case": case, **facts, unit: amount / statistics.median(seconds), "seconds": seconds})
-    return found
 
 
-def _times(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each call but the first, which compiles."""
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def line(row: Row, forward: float) -> str:
-    """One row for a terminal; forward: tokens per second of the same length's training forward."""
-    if "samples_per_second" in row:
-        return f"{row['length']:>9,}  {row['case']:<24} {row['samples_per_second']:14,.2f} samples/s"
-    share = row["tokens_per_second"] / forward
-    return (
-        f"{row['length']:>9,}  {row['case']:<24} {row['tokens_per_second']:14,.0f} tokens/s  ({share:.0%} of forward)"
+def scored(model: LM, params: Any, length: int, samples: int, sizes: Sizes) -> Case:
+    """Prompts whose last token is asked for, as passkey does: in one forward, or through the cache beyond `chunk`."""
+    batch = sizes.together(length, samples)
+    tokens, places = _tokens(model, samples, length), np.full((batch, 1), length - 1, np.int32)
+    reader = ModelReader(model, params, sizes.chunk)
+    some = lambda count: [reader.logits_at(tokens[i : i + batch], places) for i in range(0, count, batch)]
+    far = length > sizes.chunk  # two pieces compile all that more need
+    short = tokens[:batch, : 2 * sizes.chunk]
+    warm = lambda: reader.logits_at(short, np.minimum(places, short.shape[1] - 1)) if far else some(batch)
+    return Case(
+        *("scored prompts", length, batch, "samples_per_second", samples),
+        warm,
+        lambda: some(samples),
+        1,
     )
+
+
+def _tokens(model: LM, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, model.config.vocab_size, (rows, length)).astype(np.int32)
+
+
+def timed(planned: Sequence[Case], sizes: Sizes, seconds: float = float("inf")) -> Iterator[Row]:
+    """Rows {case, length, batch, chunk, tokens_ or samples_per_second, seconds: one per run, peak_gib} as they come.
+
+    seconds: no case begins after this time.
+    """
+    begin = time.monotonic()
+    for case in planned:
+        if time.monotonic() - begin > seconds:
+            print(f"{case.length:>9,}  {case.name:<24} left out: {seconds:g} s are over", flush=True)
+            continue
+        took = []
+        for _ in range(case.repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(case.run())
+            took.append(time.perf_counter() - start)
+        facts = {"case": case.name, "length": case.length, "batch": case.batch, "chunk": min(sizes.chunk, case.length)}
+        yield {**facts, case.unit: case.amount / statistics.median(took), "seconds": took, "peak_gib": _peak()}
+
+
+def prepare(planned: Sequence[Case], check: Callable[[], list[Row]]) -> list[Row]:
+    """Compile and run all once, and `check`, some side by side; returns what `check` does."""
+
+    def warm(length: int) -> None:
+        for case in planned:
+            if case.length == length:
+                jax.block_until_ready(case.warm())
+        print(f"prepared {length:,}", flush=True)
+
+    with ThreadPoolExecutor(3) as pool:  # each needs the memory of a batch
+        checked = pool.submit(check)
+        list(pool.map(warm, sorted({case.length for case in planned})))
+        return checked.result()
+
+
+def _peak() -> float | None:
+    """GiB of device memory at the fullest moment of the process so far; None where the device does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return round(stats["peak_bytes_in_use"] / 2**30, 2) if "peak_bytes_in_use" in stats else None
+
+
+def line(row: Row, forward: float | None) -> str:
+    """One row for a terminal; forward: tokens per second of the same length's training forward."""
+    memory = "" if row["peak_gib"] is None else f"  up to {row['peak_gib']:.1f} GiB"
+    if "samples_per_second" in row:
+        amount = f"{row['samples_per_second']:14,.3f} samples/s  ({len(row['seconds'])}x {row['seconds'][0]:.2f} s)"
+    else:
+        share = "" if forward is None else f"  ({row['tokens_per_second'] / forward:.0%} of forward)"
+        amount = f"{row['tokens_per_second']:14,.0f} tokens/s{share}"
+    return f"{row['length']:>9,}  {row['case']:<24} {amount}{memory}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,44 +178,50 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
     p.add_argument("--config", default="bam-120m", help="named configuration (default %(default)s)")
     p.add_argument("--lengths", default="4096,32768", help="tokens (default %(default)s)")
-    p.add_argument("--samples", type=int, default=20, help="prompts that are scored and answered (default 20)")
+    p.add_argument("--far", help="lengths at which one prompt is scored, read in pieces of --chunk")
+    p.add_argument("--samples", type=int, default=100, help="prompts that are answered (default 100)")
+    p.add_argument("--depths", type=int, default=20, help="prompts that are scored (default 20)")
     p.add_argument("--new-tokens", type=int, default=128, help="tokens of an answer (default 128)")
     p.add_argument("--chunk", type=int, default=CHUNK, help="tokens read at a time (default %(default)s)")
-    p.add_argument("--batch-tokens", type=int, default=32_768, help="tokens read together (default %(default)s)")
-    p.add_argument("--repeats", type=int, default=3, help="times that each is timed (default 3)")
+    p.add_argument("--batch-tokens", type=int, default=262_144, help="tokens read together (default %(default)s)")
+    p.add_argument("--repeats", type=int, default=3, help="times that forward and prefill are timed (default 3)")
+    p.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time of timing")
     p.add_argument("--out", help="write results as JSON to this file")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    for name in ("samples", "new_tokens", "chunk", "batch_tokens", "repeats"):
+    for name in ("samples", "depths", "new_tokens", "chunk", "batch_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     config = configs.get(args.config, *args.overrides)
-    model = LM(config.model)
-    params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]))(jax.random.key(0))
     lengths = parse_lengths(args.lengths, config.model.train_length)
+    far = parse_lengths(args.far, config.model.train_length) if args.far else []
     if min(lengths) <= args.new_tokens:
         raise ValueError(f"--lengths {args.lengths} must be longer than --new-tokens {args.new_tokens}")
+    if min(far, default=args.chunk + 1) <= args.chunk:
+        raise ValueError(f"--far {args.far} must be longer than --chunk {args.chunk}: shorter ones belong in --lengths")
+    sizes = Sizes(args.samples, args.depths, args.new_tokens, args.chunk, args.batch_tokens, args.repeats)
+    model = LM(config.model)
+    params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]))(jax.random.key(0))
     env, rows = environment(), list[Row]()
+    facts = {"config": args.config, "overrides": args.overrides, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     print(f"{env['device']}, JAX {env['jax']}, {args.config} {' '.join(args.overrides)}, {config.model.position}")
-    for length in lengths:
-        found = measure(
-            model,
-            params,
-            length,
-            samples=args.samples,
-            new_tokens=args.new_tokens,
-            chunk=min(args.chunk, length),
-            batch_tokens=args.batch_tokens,
-            repeats=args.repeats,
-        )
-        for row in found:
-            print(line(row, found[0]["tokens_per_second"]), flush=True)
-        rows += found
+    planned = [case for length in lengths for case in cases(model, params, length, sizes)]
+    planned += [scored(model, params, length, 1, sizes) for length in far]
+    checked = prepare(planned, lambda: checks(model, params, min(min(lengths), 2048)))
+    for check in checked:
+        print(f"  {check['check']:<44} error {check['error']:.1e}, bound {check['bound']:.0e}", flush=True)
+    print("timing", flush=True)
+    forward = dict[int, float]()
+    for row in timed(planned, sizes, args.seconds):
+        rows.append(row)
+        if row["case"] == "forward":
+            forward[row["length"]] = row["tokens_per_second"]
+        print(line(row, forward.get(row["length"])), flush=True)
         if args.out:
-            write_results(Path(args.out), env, rows, config=args.config, overrides=args.overrides)
+            write_results(Path(args.out), env, rows, **facts, checks=checked)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,53 @@ import json
 
 import pytest
 
-from bampath.evaluation import speed
+from bampath.evaluation import speed, speed_checks
+from tests.model.test_scheme_matrix import build
 
 SMALL = ("model.dim=8", "model.heads=2", "model.mlp_dim=8", "model.layers=1", "model.attention_impl=reference")
 
 
 def test_every_case_is_timed(tmp_path, capsys):
     out = tmp_path / "speed.json"
-    options = "--config tiny --lengths 64 --samples 3 --new-tokens 2 --chunk 32 --batch-tokens 128 --repeats 2"
-    speed.main([*SMALL, "position=nope", *options.split(), "--out", str(out)])
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    cases = ["forward", "prefill", "scored prompts", "answers of 2 tokens"]
-    assert [row["case"] for row in rows] == cases
-    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 and row["batch"] == 2 for row in rows)
-    middle = sum(rows[1]["seconds"]) / 2
-    assert rows[1]["tokens_per_second"] == pytest.approx(2 * 64 / middle)
-    assert rows[2]["samples_per_second"] == pytest.approx(2 / (sum(rows[2]["seconds"]) / 2))  # whole batches only
+    options = "--config tiny --lengths 64 --far 128 --samples 3 --depths 4 --new-tokens 2 --chunk 64 --batch-tokens 128"
+    speed.main([*SMALL, "position=nope", *options.split(), "--repeats", "2", "--out", str(out)])
+    results = json.loads(out.read_text(encoding="utf-8"))
+    rows = results["rows"]
+    assert [(row["case"], row["length"], row["batch"]) for row in rows] == [
+        ("forward", 64, 2),
+        ("prefill", 64, 2),
+        ("scored prompts", 64, 2),
+        ("answers of 2 tokens", 64, 1),  # two would not divide three
+        ("scored prompts", 128, 1),
+    ]
+    assert [len(row["seconds"]) for row in rows] == [2, 2, 1, 1, 1]
+    assert rows[1]["tokens_per_second"] == pytest.approx(2 * 64 / (sum(rows[1]["seconds"]) / 2))
+    assert rows[2]["samples_per_second"] == pytest.approx(4 / rows[2]["seconds"][0])
+    assert len(results["checks"]) == 4
+    assert all(check["error"] <= check["bound"] for check in results["checks"])
     shown = capsys.readouterr().out
-    assert all(case in shown for case in cases)
+    assert shown.index("prepared 64") < shown.index("timing") < shown.index("of forward")
     assert "of forward" in shown
+
+
+def test_no_case_begins_after_its_time(capsys):
+    case = speed.Case("forward", 8, 1, "tokens_per_second", 8, lambda: None, lambda: None, 1)
+    assert len(list(speed.timed([case, case], speed.Sizes(), seconds=60))) == 2
+    assert not list(speed.timed([case], speed.Sizes(), seconds=-1))
+    assert "left out" in capsys.readouterr().out
+
+
+def test_a_wrong_fast_path_is_not_timed(monkeypatch):
+    """A prefill that forgets its last token is found before anything is timed."""
+    model, params = build("rope")
+    assert {row["error"] <= row["bound"] for row in speed_checks.checks(model, params, 40, new_tokens=2)} == {True}
+    real = speed_checks.prefill
+    short = lambda model, params, tokens, mask, cache, chunk: real(
+        model, params, tokens[:, :-1], mask[:, :-1], cache, 99
+    )
+    monkeypatch.setattr(speed_checks, "prefill", short)
+    with pytest.raises(FloatingPointError, match="prefill, left-padded"):
+        speed_checks.checks(model, params, 40, new_tokens=2)
 
 
 def test_wrong_options_are_refused():
@@ -30,3 +58,5 @@ def test_wrong_options_are_refused():
         speed.main(["--repeats", "0"])
     with pytest.raises(ValueError, match="--new-tokens"):
         speed.main(["--config", "tiny", *SMALL, "--lengths", "100"])
+    with pytest.raises(ValueError, match="--far 64"):
+        speed.main(["--config", "tiny", *SMALL, "--lengths", "256", "--chunk", "64", "--far", "64"])
