@@ -7,6 +7,9 @@ device is exact, and it refuses kernels that the chip cannot run. Without mesh.*
 without model.scan, model.remat and train.accumulate: layers as a loop, remat=attention, one part; a batch that the mesh
 does not divide is rounded up. What was chosen is printed. A configuration that does not fit is reported with the
 largest batch that does; then the exit status is 3. Speeds are estimates under the assumptions that are printed.
+
+The program is compiled twice: first with the least effort, which refuses what does not fit in a minute or two and looks
+for the largest batch, then as a run compiles it, in ten or twenty. --quick leaves the second out.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from launch.hlo import summary
 from launch.program import DoesNotFit, Program, compile_step, rows_of, topology_devices, with_rows
 from launch.roofline import ASSUMPTIONS, estimate
 
-Compile = Callable[[Config], Program]
+Compile = Callable[..., Program]  # (config, quick=…)
+_NEAR = 1.05  # times a chip's memory; what needs less with the least effort may fit with more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for line in chosen:
         print(f"chosen: {line}")
-    row = check(config, chip, options.topology, lambda one: compile_step(one, devices), search=not options.no_search)
+    compile_for = lambda one, quick: compile_step(one, devices, quick=quick)
+    row = check(config, chip, options.topology, compile_for, search=not options.no_search, quick=options.quick)
     print(report(row))
     if options.output:
         options.output.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
@@ -57,6 +62,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="NAME", help=f"one of {', '.join(configs.names())}")
     parser.add_argument("--topology", required=True, help="v5e:16x16, v5p:4x4x4, v6e:8x8, …")
     parser.add_argument("--no-search", action="store_true", help="do not look for the largest batch that fits")
+    parser.add_argument(
+        "--quick", action="store_true", help="compile with the least effort only: minutes instead of tens"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the row of results as JSON")
     return parser.parse_intermixed_args(arguments)
 
@@ -88,7 +96,9 @@ def resolve(name: str, overrides: Sequence[str], devices: int) -> tuple[Config, 
     return configs.get(name, *overrides, *chosen), chosen
 
 
-def check(config: Config, chip: Chip, topology: str, compile_for: Compile, *, search: bool) -> dict[str, Any]:
+def check(
+    config: Config, chip: Chip, topology: str, compile_for: Compile, *, search: bool, quick: bool = False
+) -> dict[str, Any]:
     """One row of results: `config` compiled, and where it does not fit the largest batch that does."""
     row: dict[str, Any] = {
         "topology": topology,
@@ -105,7 +115,7 @@ def check(config: Config, chip: Chip, topology: str, compile_for: Compile, *, se
         "hbm_bytes": round(chip.hbm),
     }
     try:
-        program = compile_for(config)
+        program = _compiled(config, chip, compile_for, quick)
     except DoesNotFit as error:
         row |= {"fits": False, "wanted_bytes": None if error.wanted is None else round(error.wanted)}
         if search:
@@ -114,6 +124,20 @@ def check(config: Config, chip: Chip, topology: str, compile_for: Compile, *, se
             row["at_largest_batch"] = None if best is None else facts(best[0], chip, best[1])
         return row
     return row | {"fits": True} | facts(config, chip, program)
+
+
+def _compiled(config: Config, chip: Chip, compile_for: Compile, quick: bool) -> Program:
+    """`config` compiled with the least effort and, unless `quick`, as a run compiles it. DoesNotFit, at once where the
+    least effort needs much more than there is."""
+    try:
+        program = compile_for(config, quick=True)
+    except DoesNotFit as error:
+        if quick or error.wanted is None or error.wanted > _NEAR * chip.hbm:
+            raise
+    else:
+        if quick:
+            return program
+    return compile_for(config, quick=False)
 
 
 def facts(config: Config, chip: Chip, program: Program) -> dict[str, Any]:
@@ -137,6 +161,8 @@ def facts(config: Config, chip: Chip, program: Program) -> dict[str, Any]:
         "tokens_per_second": [round(tokens / speed.fastest), round(tokens / speed.slowest)],
         "lower_s": round(program.lower_seconds, 1),
         "compile_s": round(program.compile_seconds, 1),
+        "cpu_s": round(program.cpu_seconds, 1),
+        "quick": program.quick,
     }
 
 
@@ -146,7 +172,8 @@ _PARTS = ("matmul", "attention", "optimizer", "collective")
 def largest_batch(
     config: Config, compile_for: Compile, wanted: float | None, chip: Chip
 ) -> tuple[Config, Program] | None:
-    """The most rows per device (in each part of a step) that fit, compiled; None if not even one row does.
+    """The most rows per device (in each part of a step) that fit, compiled with the least effort; None if not even one
+    row does.
 
     Memory grows about linearly with rows, so the first guesses are proportional and the row above a guess that fits;
     where they mislead, halves follow.
@@ -158,7 +185,7 @@ def largest_batch(
         tries += 1
         tried = (low[0] + high) // 2 if tries > 3 else min(max(guess, low[0] + 1), high - 1)
         try:
-            low = tried, compile_for(with_rows(config, tried))
+            low = tried, compile_for(with_rows(config, tried), quick=True)
             guess = tried + 1
         except DoesNotFit as error:
             high = tried
@@ -205,7 +232,8 @@ def _facts_in_words(row: dict[str, Any]) -> list[str]:
         f"work        {row['parameters']:,} parameters, {row['model_flops_per_step']:.4g} model FLOP per step",
         f"collectives {row['collective_bytes_per_device'] / 2**20:,.1f} MiB sent per chip and step",
         *moved,
-        f"compiled    in {row['compile_s']:.1f} s after {row['lower_s']:.1f} s of tracing and lowering",
+        f"compiled    in {row['compile_s']:.1f} s after {row['lower_s']:.1f} s of tracing and lowering, "
+        f"{row['cpu_s']:.0f} s of CPU{', with the least effort' * row['quick']}",
         f"estimate    {1e3 * fast:.2f} to {1e3 * slow:.2f} ms per step, "
         f"MFU {row['mfu'][0]:.1%} to {row['mfu'][1]:.1%}, "
         f"{row['tokens_per_second'][0]:,} to {row['tokens_per_second'][1]:,} tokens/s",

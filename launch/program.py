@@ -30,7 +30,9 @@ class DoesNotFit(Exception):
 @dataclass(frozen=True)
 class Program:
     """A compiled train step. Bytes are per device: arguments (parameters, moments, batch), temporaries and the peak of
-    all; kernels: names of the fused kernels and how often each occurs in the program; seconds: of this machine."""
+    all; kernels: names of the fused kernels and how often each occurs in the program; seconds: of this machine, and of
+    all its cores together for cpu_seconds, which other work does not lengthen; quick: compiled with the least effort.
+    """
 
     parameters: int
     argument_bytes: int
@@ -41,6 +43,8 @@ class Program:
     collectives: list[Collective]
     lower_seconds: float
     compile_seconds: float
+    cpu_seconds: float = 0.0
+    quick: bool = False
 
 
 def prepare_environment() -> None:
@@ -76,20 +80,24 @@ def kernels_of(platform: str) -> Iterator[None]:
         jax.default_backend = real
 
 
-def compile_step(config: Config, devices: list[Any], platform: str = "tpu") -> Program:
-    """Compile the jitted train step of `config` for `devices`. DoesNotFit if it needs more memory than a device has."""
+def compile_step(config: Config, devices: list[Any], platform: str = "tpu", *, quick: bool = False) -> Program:
+    """Compile the jitted train step of `config` for `devices`. DoesNotFit if it needs more memory than a device has.
+
+    quick: let XLA take the first schedule that it finds instead of looking for the fastest, in a tenth of the time;
+    kernels are the same, memory is so within a percent, and some arrays are sent twice (docs/scaling.md compares).
+    """
     mesh = make_mesh(config.mesh, devices)
     assert mesh is not None
     model = build_model(config)
     declared = declare(model)
     optimizer = optimizer_of(config, declared)
     with kernels_of(platform):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         step = make_train_step(config, model, declared, optimizer, mesh)
         lowered = step.lower(abstract_state(config, model, optimizer, mesh), abstract_batch(config, mesh))
         middle = time.perf_counter()
-        compiled = _compile(lowered)
-        end = time.perf_counter()
+        compiled = _compile(lowered, quick)
+        end, cpu = time.perf_counter(), time.process_time() - cpu
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return Program(
         parameters=declared.count,
@@ -101,6 +109,8 @@ def compile_step(config: Config, devices: list[Any], platform: str = "tpu") -> P
         collectives=collectives(text, dict(mesh.shape)),
         lower_seconds=middle - start,
         compile_seconds=end - middle,
+        cpu_seconds=cpu,
+        quick=quick,
     )
 
 
@@ -123,9 +133,12 @@ def kernel_names(text: str) -> dict[str, int]:
     return found
 
 
-def _compile(lowered: Any) -> Any:
+_LEAST_EFFORT = {"optimization_level": 9}  # EFFORT_O0 of XLA's ExecutionOptions
+
+
+def _compile(lowered: Any, quick: bool) -> Any:
     try:
-        return lowered.compile()
+        return lowered.compile(_LEAST_EFFORT if quick else None)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -204,7 +204,8 @@ def test_the_command_chooses_a_mesh_and_says_so() -> None:
 def compile_up_to(limit: int, tried: list[int]):  # type: ignore[no-untyped-def]
     """A compiler for which more than `limit` rows per device do not fit."""
 
-    def compile_for(config):  # type: ignore[no-untyped-def]
+    def compile_for(config, quick):  # type: ignore[no-untyped-def]
+        assert quick  # what does not fit costs little to find out
         tried.append(rows_of(config))
         if rows_of(config) > limit:
             raise DoesNotFit("too large", 2.0**30 * (4 + rows_of(config)))
@@ -224,6 +225,24 @@ def test_the_largest_batch_that_fits_is_found(limit: int) -> None:
     text = command.report(row)
     assert "DOES NOT FIT: it needs 20.00 GiB of 15.75 GiB" in text
     assert (f"data.batch_size={limit * 16}:" in text) if limit else ("nor does one row per chip" in text)
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(15.0, True), (16.5, True), (16.6, False), (None, False)])
+def test_what_nearly_fits_with_the_least_effort_is_compiled_as_a_run_does(wanted: float | None, fits: bool) -> None:
+    tried: list[bool] = []
+
+    def compile_for(config, quick):  # type: ignore[no-untyped-def]
+        tried.append(quick)
+        if quick and wanted != 15.0:
+            raise DoesNotFit("too large", wanted and wanted * 2.0**30)
+        return Program(121_130_000, 2**28, 2**28, 2**30, 1e9, {}, [], 1.0, 1.0, 1.0, quick)
+
+    config, _ = command.resolve("bam-120m", [], 16)
+    row = command.check(config, chip_of("v5e:4x4"), "v5e:4x4", compile_for, search=False)
+    assert (row["fits"], tried) == (fits, [True, False] if fits else [True])
+    assert row.get("quick", False) is False
+    row = command.check(config, chip_of("v5e:4x4"), "v5e:4x4", compile_for, search=False, quick=True)
+    assert row["fits"] is (wanted == 15.0)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +265,7 @@ def test_what_a_compiler_says_it_needs_is_read(message: str, gibibytes: float | 
 
 def test_a_report_of_a_real_program() -> None:
     config = small("position=bam+ssmax", *MESHES["2×4"])
-    row = command.check(config, chip_of("v6e:2x4"), "v6e:2x4", lambda _: program("2×4"), search=False)
+    row = command.check(config, chip_of("v6e:2x4"), "v6e:2x4", lambda _, quick: program("2×4"), search=False)
     assert row["fits"] is True
     assert row["collective_bytes_per_device"] > 0
     text = command.report(row)
