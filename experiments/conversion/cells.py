@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from bampath.checkpoint import describe
-from bampath.convert.distill import Plan, distill, plan
+from bampath.checkpoint import describe, latest
+from bampath.convert.distill import Plan, distill, plan, stages_of
 from bampath.convert.distill.run import config_of
 from bampath.data import DataConfig, load_corpus, tokenizer_of
 from bampath.evaluation.passkey import PasskeyTask, evaluate
@@ -26,6 +26,8 @@ from experiments.conversion.config import Case, Study
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
+Ready = Callable[[], object]
+Part = Literal["all", "train", "measure"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,32 @@ class Bench:
         return cast(dict[str, Any], json.loads(json.dumps(asked)))
 
 
+def points(bench: Bench, case: Case) -> list[tuple[str, Path]]:
+    """What is measured of a case, in order: the name of the moment, and the run."""
+    if not case.trained:
+        return [("untrained", bench.teacher)]
+    stages = stages_of(config_of(describe(bench.teacher)), bench.words(case))
+    start = () if case.plain else ("start",)  # what is only continued starts as the teacher
+    return [(name, bench.folder(case) / "run" / name) for name in (*start, *(stage.name for stage in stages))]
+
+
 def rows_so_far(bench: Bench, case: Case) -> tuple[list[Row], bool]:
     """The rows of a cell, and whether it is done. ValueError if what is there was asked something else."""
-    path = bench.folder(case) / "rows.json"
-    if not path.exists():
+    folder, rows, done = bench.folder(case), list[Row](), True
+    if not (folder / "cell.json").exists():
         return [], False
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["identity"] != bench.identity(case):
-        raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
-    return cast(list[Row], kept["rows"]), kept["done"]
+    if _read(folder / "cell.json") != bench.identity(case):
+        raise ValueError(f"{folder} is a cell with other options; choose another --out")
+    for name, _ in points(bench, case):
+        for kind in ("trained", "measured") if name.startswith("stage") else ("measured",):
+            path = folder / f"{kind}-{name}.json"
+            rows += _read(path) if path.exists() else []
+            done = done and path.exists()
+    return rows, done
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check(bench: Bench, case: Case) -> Plan | None:
@@ -81,48 +100,67 @@ def check(bench: Bench, case: Case) -> Plan | None:
     return plan(bench.teacher, bench.words(case)) if case.trained else None
 
 
-def run_cell(bench: Bench, case: Case, say: Say, ready: Callable[[], object] = lambda: None) -> None:
+def run_cell(
+    bench: Bench, case: Case, say: Say, ready: Ready = lambda: None, part: Part = "all", until: float | None = None
+) -> None:
     """Convert and measure, or go on where that stopped; the weights are removed afterwards unless they are to stay.
 
-    ready: called when the rows of one more stage are written.
+    ready: called when there are more rows. part: "train" leaves the measuring to another process, "measure" is that
+    process; it waits for what is still to be trained until the monotonic time `until`, by default not at all.
     """
     folder, found = bench.folder(case), check(bench, case)
     folder.mkdir(parents=True, exist_ok=True)
-
-    def keep(rows: list[Row], done: bool) -> None:
-        write_json(folder / "rows.json", {"identity": bench.identity(case), "done": done, "rows": rows})
-        ready()
-
-    if found is None:
-        keep(measured(bench, case, "untrained", bench.teacher, say), True)
-    else:
-        keep(_convert(bench, case, found, say, lambda rows: keep(rows, False)), True)
-    if not bench.keep:
+    write_json(folder / "cell.json", bench.identity(case))
+    if found is not None and part != "measure":
+        _convert(bench, case, found, say, ready, part == "all")
+    elif part != "train":
+        for name, run in points(bench, case):
+            if not _wait(folder, name, run, until):
+                break
+            measured(bench, case, name, run, say)
+            ready()
+    if rows_so_far(bench, case)[1] and not bench.keep:
         shutil.rmtree(folder / "run", ignore_errors=True)
 
 
-def _convert(bench: Bench, case: Case, found: Plan, say: Say, keep: Callable[[list[Row]], None]) -> list[Row]:
-    folder, rows, begun = bench.folder(case), list[Row](), [time.monotonic()]
+def _convert(bench: Bench, case: Case, found: Plan, say: Say, ready: Ready, measure: bool) -> None:
+    folder, begun = bench.folder(case), [time.monotonic()]
+    wanted = dict(points(bench, case))
 
     def after(name: str, run: Path) -> None:
-        took = time.monotonic() - begun[0]
-        if name != "start":
-            rows.append(training_row(case, name, run, took))
-        if name != "start" or not case.plain:  # what is only continued starts as the teacher
-            rows.extend(measured(bench, case, name, run, say))
-            keep(rows)
+        took, kept = time.monotonic() - begun[0], folder / f"trained-{name}.json"
+        if name != "start" and not kept.exists():
+            write_json(kept, [training_row(case, name, run, took)])
+            say(f"{case.name}: {name} trained, {took:.0f} s")
+        if measure and name in wanted:
+            measured(bench, case, name, run, say)
+        ready()
         begun[0] = time.monotonic()
 
     with (folder / "training.log").open("a", encoding="utf-8") as log:
         distill(found, folder / "run", resume=(folder / "run").exists(), after=after, say=lambda _: None, log=log)
-    return rows
 
 
-def measured(bench: Bench, case: Case, after: str, run: Path, say: Say) -> list[Row]:
-    """Perplexity and passkeys of a model, kept in a file of their own as soon as they are there."""
+def _wait(folder: Path, name: str, run: Path, until: float | None) -> bool:
+    """Whether a point can be measured, or has been, after waiting for it."""
+
+    def there() -> bool:
+        if name.startswith("stage"):
+            return (folder / f"trained-{name}.json").exists()
+        return (folder / f"measured-{name}.json").exists() or latest(run, lambda _: None) is not None
+
+    while not there():
+        if until is None or time.monotonic() > until:
+            return False
+        time.sleep(1)
+    return True
+
+
+def measured(bench: Bench, case: Case, after: str, run: Path, say: Say) -> None:
+    """Perplexity and passkeys of a model, in a file of their own."""
     kept = bench.folder(case) / f"measured-{after}.json"
     if kept.exists():
-        return cast(list[Row], json.loads(kept.read_text(encoding="utf-8")))
+        return
     start, rows = time.monotonic(), list[Row]()
     words = dict(split_overrides(bench.study.words, {}))
     changes: dict[str, Any] = {"position": case.position}
@@ -134,7 +172,6 @@ def measured(bench: Bench, case: Case, after: str, run: Path, say: Say) -> list[
     seconds = round(time.monotonic() - start, 1)
     write_json(kept, [{**row, "measured_in": seconds} for row in rows])
     say(f"{case.name} after {after}: {summary(rows)}; {seconds:.0f} s")
-    return cast(list[Row], json.loads(kept.read_text(encoding="utf-8")))
 
 
 def _measure(bench: Bench, loaded: Loaded, facts: Row) -> list[Row]:

@@ -53,6 +53,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--words", nargs="+", default=[], metavar="key=value", help="change the distillation")
     parser.add_argument("--samples", type=int, help="passkey prompts per length (default: the study's)")
     parser.add_argument("--rows", type=int, help="rows of perplexity (default: the study's)")
+    parser.add_argument(
+        "--part",
+        choices=("all", "train", "measure"),
+        default="all",
+        help="train and measure in processes of their own; measure waits for what is trained until --minutes are over",
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/conversion)")
     parser.add_argument("--resume", action="store_true", help="continue the study in --out")
@@ -76,6 +82,7 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     from bampath.startup import keep_programs
     from experiments.conversion.cells import Bench, check, held_out_rows, prepare, rows_so_far, run_cell
     from experiments.conversion.material import facts_of, teacher_of, words_of_text
+    from experiments.conversion.report import write_report
 
     start = time.monotonic()
     say = lambda text: print(f"[{time.monotonic() - start:7.1f}] {text}", flush=True)
@@ -103,9 +110,11 @@ def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         if time.monotonic() - start > 60 * options.minutes:
             say(f"{case.name}: left for --resume, {options.minutes:g} minutes are over")
             continue
-        run_cell(bench, case, say, ready=lambda: write(bench, every, env, study_facts))
-        say(f"{case.name}: done")
+        until = start + 60 * options.minutes if options.minutes < float("inf") else None
+        run_cell(bench, case, say, lambda: write(bench, every, env, study_facts), options.part, until)
     results = write(bench, every, env, study_facts)
+    if results:
+        write_report(out, results)
     say(f"report in {out / 'report.md'}" if results else "nothing is measured yet")
     return results
 
@@ -120,10 +129,9 @@ def choose(every: Sequence[Case], names: Sequence[str] | None) -> list[Case]:
 
 
 def write(bench: Any, every: Sequence[Case], env: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """results.json, report.md and figures of all that is measured, whoever did it; {} if nothing is."""
+    """Write and return results.json of all that is measured, whoever did it; {} if nothing is."""
     from bampath.evaluation.results import write_results
     from experiments.conversion.cells import rows_so_far
-    from experiments.conversion.report import write_report
 
     with (bench.out / "lock").open("w") as lock:  # one process at a time
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,9 +141,7 @@ def write(bench: Any, every: Sequence[Case], env: dict[str, Any], facts: dict[st
             return {}
         facts = {**facts, "complete": all(done for _, done in found)}
         write_results(bench.out / "results.json", env, rows, study=facts)
-        results = {"env": env, "study": facts, "rows": rows}
-        write_report(bench.out, results)
-        return results
+        return {"env": env, "study": facts, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -125,8 +125,10 @@ def test_the_whole_study_at_a_tiny_size(tmp_path: Path, capsys: Any) -> None:
     try:
         main([*arguments, "--cases", "rope", "nope"])
         first = json.loads((out / "results.json").read_text())
-        (out / "cells" / "nope" / "rows.json").unlink()  # as if the process had been killed while it wrote them
-        main([*arguments, "--resume", "--cases", "rope", "nope", "rope, continued"])
+        (out / "cells" / "nope" / "measured-stage3.json").unlink()  # as if the process had been killed before it
+        main([*arguments, "--resume", "--part", "train", "--cases", "rope", "nope", "rope, continued"])
+        assert [path.name for path in (out / "cells").glob("*/run")] == ["run", "run"]
+        main([*arguments, "--resume", "--part", "measure", "--cases", "rope", "nope", "rope, continued"])
         again = json.loads((out / "results.json").read_text())
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
