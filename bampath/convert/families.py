@@ -5,6 +5,7 @@ config.json asks for that this decoder does not do is refused by its key: weight
 worse than none.
 """
 
+import math
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -86,13 +87,23 @@ def position_of(config: Json, length: int | None = None) -> str:
 
 
 def rope_of(config: Json, length: int | None = None) -> RoPE:
-    """The RoPE part of a config.json (keys `rope_parameters`, or `rope_theta` and `rope_scaling`)."""
+    """The RoPE part of a config.json (keys `rope_parameters`, or `rope_theta` and `rope_scaling`).
+
+    length: the context that the scalings serve which follow the running length in transformers (dynamic, longrope).
+    """
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    trained = given.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
-    factor = float(given.get("factor") or 1.0)
+    fraction = given.pop("partial_rotary_factor", None) or 1.0
+    if fraction != 1 and kind != "proportional":
+        raise ConversionError(f"partial_rotary_factor={fraction} with rope_type={kind!r} has no counterpart")
+    longest = config.get("max_position_embeddings", 2048)
+    trained = given.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
+    stretched = longest / trained if kind in ("yarn", "longrope") else 1.0
+    factor = float(given.get("factor") or stretched)
+    if kind == "proportional":
+        stretch: dict[str, Any] = {} if factor == 1.0 else {"scaling": "linear", "factor": factor}
+        return RoPE(base, fraction=float(fraction), **stretch)
     if kind == "default" or (factor == 1.0 and kind in ("linear", "llama3")):
         return RoPE(base)
     if kind == "linear":
@@ -104,17 +115,33 @@ def rope_of(config: Json, length: int | None = None) -> RoPE:
     if kind == "llama3":
         low, high = given["low_freq_factor"], given["high_freq_factor"]
         return RoPE(base, scaling="llama3", factor=factor, original=trained, low_freq=low, high_freq=high)
-    known = "default, linear, dynamic, yarn, llama3"
+    if kind == "longrope":
+        chosen = given["short_factor" if (length or longest) <= trained else "long_factor"]
+        amplitude, slowed = given.get("attention_factor"), tuple(map(float, chosen))
+        return RoPE(
+            base, scaling="longrope", factor=factor, original=trained, factors=slowed, attention_factor=amplitude
+        )
+    known = "default, linear, dynamic, yarn, llama3, longrope, proportional"
     raise ConversionError(f"rope_type={kind!r} has no counterpart; known are {known}")
 
 
 def _yarn(base: float, given: dict[str, Any], factor: float, trained: int) -> RoPE:
-    for key, idle in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
-        if given.get(key, idle) not in (idle, None):
-            raise ConversionError(f"yarn with {key}={given[key]!r} has no counterpart; leave it out")
+    """As in transformers, DeepSeek's mscale counts only with its mscale_all_dim, and without an attention_factor."""
     turns: dict[str, Any] = {"beta_fast": given.get("beta_fast") or 32.0, "beta_slow": given.get("beta_slow") or 1.0}
-    amplitude = given.get("attention_factor")
-    return RoPE(base, scaling="yarn", factor=factor, original=trained, attention_factor=amplitude, **turns)
+    amplitude, parts = given.get("attention_factor"), (given.get("mscale"), given.get("mscale_all_dim"))
+    if amplitude is None and all(parts) and factor > 1:
+        above, below = (0.1 * part * math.log(factor) + 1 for part in parts if part)
+        amplitude = above / below
+    truncate = given.get("truncate") is not False
+    return RoPE(
+        base,
+        scaling="yarn",
+        factor=factor,
+        original=trained,
+        attention_factor=amplitude,
+        truncate=truncate,
+        **turns,
+    )
 
 
 def windows_of(config: Json) -> list[int | None]:
@@ -177,31 +204,38 @@ def hf_config(config: ModelConfig, shared_qk_norm: bool) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "use_cache": True,
-        **_rope_keys(next(iter(ropes)), config.train_length),
+        **_rope_keys(next(iter(ropes)), config.train_length, config.head_dim),
         **_window_keys(kind, windows),
     }
 
 
-def _rope_keys(rope: RoPE, trained: int) -> dict[str, Any]:
-    if rope.fraction != 1 or rope.layout != "half":
+def _rope_keys(rope: RoPE, trained: int, head_dim: int) -> dict[str, Any]:
+    if rope.layout != "half" or (rope.fraction != 1 and rope.scaling not in ("none", "linear")):
         raise ConversionError(
-            f"{rope.spec} cannot be exported: transformers' Llama family rotates all pairs, in halves"
+            f"{rope.spec} cannot be exported: transformers' Llama family pairs dimensions in halves, and leaves pairs "
+            "out only without rescaling or with a linear one"
         )
-    keys: dict[str, Any] = {"rope_type": {"none": "default", "ntk": "dynamic"}.get(rope.scaling, rope.scaling)}
+    kinds = {"none": "default", "ntk": "dynamic"}
+    keys: dict[str, Any] = {"rope_type": kinds.get(rope.scaling, rope.scaling)}
     if rope.scaling != "none":
         keys["factor"] = rope.factor
-    if rope.scaling in ("yarn", "llama3"):
+    if rope.fraction != 1:
+        keys |= {"rope_type": "proportional", "partial_rotary_factor": rope.fraction}
+    if rope.scaling in ("yarn", "llama3", "longrope"):
         keys["original_max_position_embeddings"] = rope.original or trained
     if rope.scaling == "ntk" and (rope.original or trained) != trained:
         raise ConversionError(f"{rope.spec} cannot be exported: original must be the model's train_length={trained}")
     if rope.scaling == "yarn":
-        keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        if rope.attention_factor is not None:
-            keys["attention_factor"] = rope.attention_factor
+        keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+    if rope.attention_factor is not None:
+        keys["attention_factor"] = rope.attention_factor
     if rope.scaling == "llama3":
         keys |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+    if rope.factors is not None:  # one list for all rows, so that the running length decides nothing
+        factors = list(rope.factors) * (head_dim // 2 if len(rope.factors) == 1 else 1)
+        keys |= {"short_factor": factors, "long_factor": factors}
     # Both spellings: transformers 5 reads rope_parameters, older versions rope_theta and rope_scaling.
-    old = {} if rope.scaling == "none" else {"rope_scaling": keys}
+    old = {} if keys["rope_type"] == "default" else {"rope_scaling": keys}
     return {"rope_theta": rope.base, **old, "rope_parameters": {"rope_theta": rope.base, **keys}}
 
 

@@ -1,7 +1,7 @@
 """Options of a part: its dataclass fields, read from text, checked against their annotations, written back.
 
-Supported annotations: bool, int, float, `Literal["a", "b"]`, None, and unions of them. In a spec they are written as
-`true`, `12`, `0.5`, `a`, `none`.
+Supported annotations: bool, int, float, `Literal["a", "b"]`, `tuple[float, ...]`, None, and unions of them. In a spec
+they are written as `true`, `12`, `0.5`, `a`, `1:0.5:2`, `none`.
 """
 
 import dataclasses
@@ -10,7 +10,8 @@ import types
 import typing
 from typing import Any, Literal, Union, get_args, get_origin
 
-Value = bool | int | float | str | None
+Value = bool | int | float | str | tuple[float, ...] | None
+NUMBERS = tuple[float, ...]
 
 
 def option(default: Any = dataclasses.MISSING, *, doc: str, examples: tuple[str, ...] = ()) -> Any:
@@ -44,6 +45,7 @@ def describe(annotation: Any) -> str:
     names = [format_value(value) for value in choices(annotation)]
     kinds = alternatives(annotation)
     words = ["a number"] if float in kinds else ["an integer"] if int in kinds else []
+    words += ["numbers joined by `:`"] if NUMBERS in kinds else []
     if names:
         words.append(names[0] if len(names) == 1 else "one of " + ", ".join(names))
     return " or ".join(words)
@@ -60,6 +62,11 @@ def parse_value(text: str, annotation: Any) -> Value:
                 return kind(text)
             except ValueError:
                 pass
+    if NUMBERS in alternatives(annotation):
+        try:
+            return tuple(float(number) for number in text.split(":"))
+        except ValueError:
+            pass
     raise ValueError(f"is {text!r} but must be {describe(annotation)}")
 
 
@@ -69,6 +76,8 @@ def format_value(value: Value) -> str:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ":".join(map(format_value, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return value if isinstance(value, str) else repr(value)
@@ -95,7 +104,14 @@ def check(part: Any) -> None:
                 continue
         if isinstance(value, float) and float in kinds and math.isfinite(value):
             continue
+        if isinstance(value, tuple) and NUMBERS in kinds and value and all(_is_number(number) for number in value):
+            object.__setattr__(part, name, tuple(map(float, value)))
+            continue
         raise ValueError(f"{part.NAME}: option {name} is {format_value(value)!r} but must be {describe(annotation)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def canonical(part: Any) -> str:

@@ -19,11 +19,13 @@ _ONLY = {
     "length": ("ntk",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
-    "attention_factor": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn", "longrope"),
     "low_freq": ("llama3",),
     "high_freq": ("llama3",),
-    "factor": ("linear", "ntk", "yarn", "llama3"),
-    "original": ("ntk", "yarn", "llama3"),
+    "factor": ("linear", "ntk", "yarn", "llama3", "longrope"),
+    "factors": ("longrope",),
+    "original": ("ntk", "yarn", "llama3", "longrope"),
 }
 
 
@@ -43,6 +45,9 @@ class RoPE(Part):
     - yarn: ω / s for pairs that turn less than beta_slow times over L, ω for more than beta_fast, a ramp between; q and
       k times attention_factor, 0.1 ln s + 1 by default (arXiv 2309.00071, section 3).
     - llama3: ω / s for wavelengths over L / low_freq, ω for those under L / high_freq, a blend between (Llama 3.1).
+    - longrope: ω_n / factors[n], found by search; q and k times attention_factor, √(1 + ln s / ln L) by default (arXiv
+      2402.13753). The published form has a second list for rows of at most L tokens, chosen by the running length; here
+      it is one list for all rows.
     fraction: rotate only the fastest pairs, a share `fraction` of them, and leave the others at angle 0 (p-RoPE,
     arXiv 2410.06205). layout: pair n is (n, n + D/2) (half) or (2n, 2n + 1) (interleaved, the complex form of BAM's
     code); they differ by a permutation of the head's dimensions.
@@ -53,7 +58,9 @@ class RoPE(Part):
     MAIN: ClassVar[str | None] = "base"
 
     base: float = option(500000.0, doc="ratio of the slowest wavelength to the fastest", examples=("10000",))
-    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = option("none", doc="rescaling for longer contexts")
+    scaling: Literal["none", "linear", "ntk", "yarn", "llama3", "longrope"] = option(
+        "none", doc="rescaling for longer contexts"
+    )
     factor: float = option(1.0, doc="s, the stretch of the context", examples=("scaling=linear,factor=4",))
     original: int | None = option(
         None, doc="L; none: the training length", examples=("scaling=llama3,factor=8,original=64",)
@@ -67,10 +74,20 @@ class RoPE(Part):
     beta_slow: float = option(
         1.0, doc="yarn: turns over L below which a pair is slowed by s", examples=("scaling=yarn,factor=4,beta_slow=2",)
     )
+    truncate: bool = option(
+        True,
+        doc="yarn: round the ends of the ramp outwards to whole pairs",
+        examples=("scaling=yarn,factor=4,truncate=false",),
+    )
     attention_factor: float | None = option(
         None,
-        doc="yarn: factor of q and k; none: 0.1 ln s + 1",
+        doc="factor of q and k; none: yarn 0.1 ln s + 1, longrope √(1 + ln s / ln L)",
         examples=("scaling=yarn,factor=4,attention_factor=1.5",),
+    )
+    factors: tuple[float, ...] | None = option(
+        None,
+        doc="longrope: what each pair is slowed by, or one number for all",
+        examples=("scaling=longrope,factors=3,factor=4",),
     )
     low_freq: float = option(
         1.0,
@@ -92,7 +109,10 @@ class RoPE(Part):
                 raise ValueError(
                     f"rope: option {name} has no effect with scaling={self.scaling}; it is read by {', '.join(readers)}"
                 )
-        idle = self.factor == 1 and self.length is None and self.attention_factor in (None, 1)
+        if self.scaling == "longrope" and self.factors is None:
+            raise ValueError("rope: scaling=longrope needs factors, one per pair joined by ':', or one number for all")
+        given = (self.length, self.factors)
+        idle = self.factor == 1 and given == (None, None) and self.attention_factor in (None, 1)
         if self.scaling != "none" and idle:
             raise ValueError(
                 f"rope: scaling={self.scaling} has no effect with factor 1; give factor, the stretch of the context, "
@@ -105,6 +125,7 @@ class RoPE(Part):
             ("length", self.length is None or self.length >= 1, "at least 1"),
             ("beta_slow", 0 < self.beta_slow < self.beta_fast, f"between 0 and beta_fast={self.beta_fast}"),
             ("attention_factor", self.attention_factor is None or self.attention_factor > 0, "positive"),
+            ("factors", min(self.factors or (1,)) > 0, "positive"),
             ("low_freq", 0 < self.low_freq < self.high_freq, f"between 0 and high_freq={self.high_freq}"),
             ("fraction", 0 <= self.fraction <= 1, "between 0 and 1"),
         ]
@@ -151,6 +172,8 @@ def rope_frequencies(rope: RoPE, head_dim: int, train_length: int) -> tuple[np.n
         amplitude = 0.1 * math.log(rope.factor) + 1 if given is None else given
     elif rope.scaling == "llama3":
         frequencies = _llama3(rope, frequencies, original)
+    elif rope.scaling == "longrope":
+        frequencies, amplitude = _longrope(rope, frequencies, original)
     rotated = math.floor(rope.fraction * len(frequencies) + 1e-9)
     return np.where(np.arange(len(frequencies)) < rotated, frequencies, 0.0), amplitude
 
@@ -170,14 +193,16 @@ def _ntk_base(rope: RoPE, head_dim: int, original: int) -> float:
 
 
 def _yarn(rope: RoPE, frequencies: np.ndarray, original: int) -> np.ndarray:
-    """Pairs are told apart by index: the (real) index at which a pair turns `turns` times over L, rounded outwards."""
+    """Pairs are told apart by index: the (real) index at which a pair turns `turns` times over L."""
     head_dim = 2 * len(frequencies)
 
     def index_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
-    low = max(math.floor(index_of(rope.beta_fast)), 0)
-    high = min(math.ceil(index_of(rope.beta_slow)), head_dim - 1)
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001  # a step, as in the published code
     slowed = np.clip((np.arange(len(frequencies)) - low) / width, 0, 1)
     return frequencies / rope.factor * slowed + frequencies * (1 - slowed)
@@ -187,3 +212,18 @@ def _llama3(rope: RoPE, frequencies: np.ndarray, original: int) -> np.ndarray:
     turns = original * frequencies / (2 * math.pi)  # over L
     kept = np.clip((turns - rope.low_freq) / (rope.high_freq - rope.low_freq), 0, 1)
     return frequencies / rope.factor * (1 - kept) + frequencies * kept
+
+
+def _longrope(rope: RoPE, frequencies: np.ndarray, original: int) -> tuple[np.ndarray, float]:
+    factors = np.asarray(rope.factors, np.float64)
+    if len(factors) not in (1, len(frequencies)):
+        raise ValueError(
+            f"rope: option factors has {len(factors)} numbers but must have {len(frequencies)}, one per pair of a "
+            "head, or 1"
+        )
+    amplitude = rope.attention_factor
+    if amplitude is None and rope.factor > 1 and original < 2:
+        raise ValueError(f"rope: longrope divides by ln L, and original={original}; give it, or attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
+    return frequencies / factors, amplitude

@@ -1,11 +1,13 @@
 """Tiny random models of every family, as transformers writes them, and the logits that it computes with them.
 
-`python -m tests.convert.cases` writes them anew with torch and transformers into fixtures/: one folder per case with
-config.json, safetensors and expected.npz. The committed ones let every run of the suite compare with the real classes
-without installing them; test_live.py makes them again where transformers is installed.
+`python -m tests.convert.cases [NAME ...]` writes them anew with torch and transformers into fixtures/: one folder per
+case with config.json, safetensors and expected.npz. The committed ones let every run of the suite compare with the real
+classes without installing them; test_live.py makes them again where transformers is installed.
 """
 
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ BASE = {
 def rope(kind: str, **options: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
 
+
+# Of LongRoPE's two lists transformers takes the second beyond the original context.
+_LISTS: dict[str, Any] = {"short_factor": [1.125, 1.0], "long_factor": [1.0, 3.5], "factor": 4.0}
+LONGROPE = rope("longrope", original_max_position_embeddings=16, **_LISTS)
+LONGROPE_SHORT = rope("longrope", original_max_position_embeddings=40, attention_factor=1.25, **_LISTS)
 
 # name -> (class, changes of BASE, options of import_model, the position that it must become)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -64,6 +71,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "rope(10000),2*rope(10000)+window(9)",
     ),
     "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}, {}, "rope(10000)"),
+    "llama-yarn-mscale": (
+        "Llama",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5, truncate=False),
+        {},
+        "rope(10000,scaling=yarn,factor=4,original=16,truncate=false,attention_factor=1.0648216253695715)",
+    ),
+    "llama-longrope": (
+        "Llama",
+        LONGROPE,
+        {},
+        "rope(10000,scaling=longrope,factor=4,original=16,factors=1:3.5)",
+    ),
+    "qwen2-longrope-short": (
+        "Qwen2",
+        {"max_position_embeddings": 160, **LONGROPE_SHORT},
+        {"length": LENGTH},
+        "rope(10000,scaling=longrope,factor=4,original=40,attention_factor=1.25,factors=1.125:1)",
+    ),
+    "llama-proportional": (
+        "Llama",
+        {"head_dim": 8, **rope("proportional", partial_rotary_factor=0.5, factor=2.0)},
+        {},
+        "rope(10000,scaling=linear,factor=2,fraction=0.5)",
+    ),
 }
 
 
@@ -89,13 +120,13 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(7).integers(0, BASE["vocab_size"], (2, LENGTH))
 
 
-def main() -> None:
-    shutil.rmtree(FIXTURES, ignore_errors=True)
-    for name in CASES:
+def main(names: Sequence[str] = ()) -> None:
+    for name in names or CASES:
+        shutil.rmtree(FIXTURES / name, ignore_errors=True)
         logits = make(name, FIXTURES / name, shard="6KB" if name == "llama" else "5GB")
         (FIXTURES / name / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(FIXTURES / name / "expected.npz", logits=logits.astype(np.float32))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

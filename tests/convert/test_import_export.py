@@ -1,5 +1,6 @@
 """Import and export against what transformers itself wrote and computed (see cases.py), and every refusal."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -64,8 +65,28 @@ def test_the_exported_configuration_says_what_the_original_said() -> None:
         for key in set(written) & set(original) - {"use_cache", "rope_parameters"}:
             assert written[key] == original[key], (name, key)
         ours, theirs = written["rope_parameters"], original["rope_parameters"]
-        assert {key: value for key, value in theirs.items() if value is not None}.items() <= {**theirs, **ours}.items()
+        lists = ("short_factor", "long_factor")  # one of them is left, see test_longrope_keeps_one_of_its_lists
+        assert all(
+            ours.get(key, value) == value for key, value in theirs.items() if value is not None and key not in lists
+        )
         assert ours["rope_type"] == theirs["rope_type"]
+
+
+def test_longrope_keeps_one_of_its_lists() -> None:
+    for name, kept in (("llama-longrope", "long_factor"), ("qwen2-longrope-short", "short_factor")):
+        original = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
+        written = hf_config(read(name).config, shared_qk_norm=True)["rope_parameters"]
+        assert written["short_factor"] == written["long_factor"] == original[kept]
+        assert original["short_factor"] != original["long_factor"]
+    phi = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    older = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 64]}
+    assert rope_of({**phi, "rope_scaling": older}).spec == (
+        "rope(10000,scaling=longrope,factor=32,original=4096,factors=2:64)"
+    )
+    assert rope_of({**phi, "rope_scaling": older}, length=4096).factors == (1.0, 1.5)
+    one = "rope(scaling=longrope,factors=2)"
+    keys = hf_config(dataclasses.replace(read("llama").config, position=one), shared_qk_norm=True)["rope_parameters"]
+    assert keys["long_factor"] == [2.0, 2.0]  # one per pair of a head of 4
 
 
 def test_older_spellings_of_a_rotation() -> None:
@@ -73,6 +94,10 @@ def test_older_spellings_of_a_rotation() -> None:
     assert rope_of(old).spec == "rope(scaling=linear,factor=2)"
     assert rope_of({"rope_theta": 10000.0, "rope_scaling": None}).spec == "rope(10000)"
     assert rope_of({"rope_scaling": {"rope_type": "default"}}).spec == "rope(10000)"
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 33, "mscale": 0.7}
+    assert rope_of({"max_position_embeddings": 99, "rope_scaling": yarn}).spec == (
+        "rope(10000,scaling=yarn,factor=3,original=33)"
+    )
 
 
 def test_windows_by_layer() -> None:
@@ -93,8 +118,11 @@ def test_windows_by_layer() -> None:
         ({"attention_bias": True}, "attention_bias=True has no counterpart"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 has no counterpart"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' has no counterpart"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "yarn with mscale=0.7"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_type='su' has no counterpart"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "rotary_factor=0.5",
+        ),
     ],
 )
 def test_a_configuration_that_means_something_else_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -176,15 +204,14 @@ def test_missing_and_wrong_files(copy: Callable[[str], Path], tmp_path: Path) ->
     [
         ({"position": "bam+ssmax"}, "layer 0 has bam"),
         ({"position": "rope+ssmax"}, "cannot be exported"),
-        ({"position": "rope(layout=interleaved)"}, "rotates all pairs, in halves"),
+        ({"position": "rope(layout=interleaved)"}, "pairs dimensions in halves"),
+        ({"position": "rope(scaling=yarn,factor=2,fraction=0.5)"}, "leaves pairs out only without rescaling"),
         ({"position": "rope,rope(10000)"}, "different rotations"),
         ({"position": "rope+window(4),rope"}, "Mistral has it in all or none"),
         ({"qk_norm": True, "qkv_bias": True}, "Qwen3 has no biases"),
     ],
 )
 def test_what_transformers_cannot_express_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    import dataclasses
-
     config = dataclasses.replace(read("llama").config, **changes)
     with pytest.raises(ConversionError, match=words):
         hf_config(config, shared_qk_norm=True)

@@ -112,7 +112,10 @@ def _ntk(omega, c):
 def _yarn(omega, c):
     d, fast, slow = 2 * len(omega), c.get("beta_fast", 32), c.get("beta_slow", 1)
     solve = lambda turns: d * math.log(c["original"] / (turns * 2 * math.pi)) / (2 * math.log(c["base"]))
-    low, high = max(math.floor(solve(fast)), 0), min(math.ceil(solve(slow)), d - 1)
+    low, high = solve(fast), solve(slow)
+    if c.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
     out = []
     for n, w in enumerate(omega):
         keep = 1 - min(max((n - low) / ((high - low) or 0.001), 0), 1)
@@ -135,7 +138,14 @@ def _llama3(omega, c):
     return np.asarray(out), 1.0
 
 
-DEFINITIONS = {"linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3}
+def _longrope(omega, c):
+    slowing = c["factors"] * len(omega) if len(c["factors"]) == 1 else c["factors"]
+    wavelengths = [2 * math.pi / w * f for w, f in zip(omega, slowing, strict=True)]
+    default = math.sqrt(1 + math.log(c["factor"], c["original"])) if "factor" in c else 1.0
+    return np.asarray([2 * math.pi / length for length in wavelengths]), c.get("attention_factor", default)
+
+
+DEFINITIONS = {"linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +159,10 @@ DEFINITIONS = {"linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3}
         {"scaling": "yarn", "factor": 16, "original": 4096, "base": 10000},
         {"scaling": "yarn", "factor": 4},
         {"scaling": "yarn", "factor": 8, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.25},
+        {"scaling": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 2, "truncate": False, "base": 10000},
+        {"scaling": "longrope", "factor": 32, "original": 4096, "factors": (2.5,), "base": 10000},
+        {"scaling": "longrope", "factors": (3,)},
+        {"scaling": "longrope", "factors": (1.5,), "attention_factor": 1.19},
         {"scaling": "llama3", "factor": 8, "original": 8192},
         {"scaling": "llama3", "factor": 32, "original": 8192, "low_freq": 1, "high_freq": 4},
         {"scaling": "llama3", "factor": 4, "low_freq": 2, "high_freq": 6, "base": 10000},
@@ -169,6 +183,18 @@ def test_rescalings_against_their_definitions(case, head_dim):
         phase = positions[:, None] * want[None, :]
         np.testing.assert_allclose(cos, np.cos(phase), atol=1e-6)
         np.testing.assert_allclose(sin, np.sin(phase), atol=1e-6)
+
+
+def test_longrope_slows_each_pair_by_its_own_number():
+    text = "rope(10000,scaling=longrope,factor=4,original=1024,factors=1:1.05:2:8.5)"
+    rope = parse(text).at(0).parts[0]
+    got, amplitude = rope_frequencies(rope, 8, 512)
+    np.testing.assert_allclose(got, [1.0, 0.1 / 1.05, 0.01 / 2, 0.001 / 8.5], rtol=1e-12)
+    assert amplitude == pytest.approx(math.sqrt(1.2))  # ln 4 / ln 1024 is 1 / 5
+    with pytest.raises(ValueError, match="factors has 4 numbers but must have 8"):
+        rope_frequencies(rope, 16, 512)
+    with pytest.raises(ValueError, match="divides by ln L, and original=1"):
+        rope_frequencies(RoPE(scaling="longrope", factors=(2,), factor=2), 8, 1)
 
 
 def test_known_llama31_frequencies():
