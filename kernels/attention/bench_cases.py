@@ -55,6 +55,7 @@ class Case:
     dtype: str = "bfloat16"
     use_lse: bool = True  # does the loss depend on lse
     gate_bias: float | None = None  # gates are logsigmoid(N(0, 1) + bias) instead of mild ones
+    shut: bool = False  # some gates shut for good
     positions: str | None = None  # "permuted" storage, "sparse" positions, or a ragged "cache"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +89,7 @@ CHECKS = (
     Case("alibi, not causal, documents of 170", 2, 390, 2, 64, "alibi", documents=170, options={"causal": False}),
     Case("one token", 1, 1, 2, 64, "ggd"),
     Case("one token per document", 1, 200, 2, 64, "ggd", 1.0, documents=1),
+    Case("fox, some gates shut", 1, 400, 2, 64, gates=True, shut=True),
 )
 # What the portable kernels serve besides: explicit positions, head_dim 256, few queries on a cache.
 PORTABLE_CHECKS = (
@@ -140,6 +142,8 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], t
         drawn = -r.exponential(0.1, (case.B, keys, case.H))
         if case.gate_bias is not None:
             drawn = -np.logaddexp(0, -r.standard_normal((case.B, keys, case.H)) - case.gate_bias)
+        if case.shut:
+            drawn = np.where(r.random(drawn.shape) < 0.03, -(10.0 ** r.uniform(2, 9, drawn.shape)), drawn)
         x["log_gates"] = f32(drawn)
     other = dict(case.options)
     if case.packed:

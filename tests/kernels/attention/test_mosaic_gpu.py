@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kernels.attention import bench_cases, bench_parts, bench_tables, masks, mos
 from kernels.attention.api import attention
 from kernels.attention.bench_cases import CHECKS, alibi, buckets, ggd, kerple
 from kernels.attention.call import make_call
+from kernels.attention.gates import running_sums
 from kernels.attention.mosaic_gpu_slopes import own_slopes
 
 NEW_JAX = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need jax >= 0.11.2")
@@ -142,6 +144,32 @@ def test_tiles_cover_what_is_visible_and_mask_what_is_not(
                 assert entry % 4 == 0
                 assert entry >= 16
                 assert entry + tiles.slice + 32 <= spec.table_length
+
+
+@NEW_JAX
+@pytest.mark.parametrize(("name", "place"), [("k", -1), ("q", 0)])
+def test_gate_differences_split_at_a_tile_round_no_more_than_whole(name: str, place: int) -> None:
+    """Two parts of one sign for every query after the tile, or key before it, whatever shuts in between."""
+    from kernels.attention.mosaic_gpu_spec import Tiles, lift, near_gates
+
+    tiles, random = Tiles(2, 64), np.random.default_rng()
+    spec = replace(make_spec(384, 384, True, None), gates=True)
+    gates = -(10.0 ** random.uniform(-6, 1, 384))
+    gates[random.random(384) < 0.03] = -(10.0 ** random.uniform(1, 9))
+    high, low = (x[0, :, 0] for x in running_sums(jnp.asarray(gates, jnp.float32)[None, :, None]))
+    exact = [np.asarray(x, np.float64) for x in (high, low)]
+    sums = {f"{name}_gate_hi": high[None, None], f"{name}_gate_lo": low[None, None]}
+    near = np.asarray(near_gates(spec, tiles, sums, name, place))[0, 0]
+    refs = high.reshape(-1, 64), low.reshape(-1, 64)
+    for tile in range(6):
+        inside = np.arange(tile * 64, (tile + 1) * 64)
+        outside = np.arange(384)[(tile + 1) * 64 :] if name == "k" else np.arange(tile * 64)
+        if not outside.size:
+            continue
+        far = np.asarray(lift(spec, (high[outside], low[outside]), refs, jnp.int32(tile), place))
+        got = far[:, None] - near[inside][None]
+        want = sum(x[outside][:, None] - x[inside][None] for x in exact)
+        assert np.abs(got / want - 1).max() < 3e-7
 
 
 @NEW_JAX
