@@ -206,6 +206,7 @@ def _head_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return ["", "no head has a prior over distance"]
     lines = ["", f"priors of a query that sees {rows[0]['keys']} keys (entropy in nats, mean distance in tokens)"]
+    lines += ["named after the prior's shape (docs/theory.md); what a head does with it, only its attention shows"]
     for row in rows:
         numbers = "  ".join(f"{name.partition('/')[2]} {value:+.4f}" for name, value in row["parameters"].items())
         lines.append(

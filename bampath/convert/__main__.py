@@ -86,7 +86,8 @@ def import_(options: argparse.Namespace) -> None:
     name = options.tokenizer or (str(found.tokenizer) if found.tokenizer else None)
     if name is None:
         raise ValueError(
-            f"{options.source} came without a tokenizer.json or tokenizer.model: name one with --tokenizer"
+            f"{options.source} came without a tokenizer.json or tokenizer.model: name one with --tokenizer (of bytes: "
+            "--tokenizer bytes)"
         )
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > found.config.vocab_size:
@@ -128,6 +129,8 @@ def export(options: argparse.Namespace) -> None:
     loaded = load(options.checkpoint)
     export_model(options.out, loaded.config.model, loaded.params, dtype=options.dtype, tokenizer=loaded.tokenizer.file)
     print(options.out)
+    if loaded.tokenizer.file is None:
+        print(f"without a tokenizer's file, as {loaded.tokenizer.name} has none: import it with --tokenizer bytes")
 
 
 def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ from bampath.positions.registry import Composition
 
 Regime = Literal["local", "uniform", "retrieval", "anti-local"]
 RETRIEVAL_BOUND = -0.6  # exponents below it are called aggressive in BAM's analysis of heads
-_FLAT = 0.01  # nats between the likeliest and the least likely key (the query itself aside) that count as no preference
+_FLAT = 0.1  # nats between the likeliest and the least likely key (the query itself aside) that count as no preference
 _BOUND_SLACK = 1e-3  # float32 noise of an exponent that is read off a curve
 
 
@@ -118,9 +118,10 @@ def exponent(log_prior: np.ndarray) -> np.ndarray:
 def regimes(composition: Composition, params: Any, keys: int = 512, heads: int | None = None) -> list[Regime]:
     """One regime per head, for any composition.
 
-    A head whose prior varies by less than 0.01 nats over `keys` keys (the query itself aside) is uniform. Otherwise a
-    GGD-BAM prior that stands alone goes by its theta_beta, and any other prior by its shape: falling with distance is
-    local, rising is retrieval or anti-local by the exponent of its rise.
+    A head whose prior varies by less than 0.1 nats over `keys` keys (the query itself aside), so that none weighs more
+    than 1.11 times as much as another, is uniform. Otherwise a GGD-BAM prior that stands alone goes by its theta_beta,
+    and any other prior by its shape: falling with distance is local, rising is retrieval or anti-local by the exponent
+    of its rise.
     """
     if keys < 6:
         raise ValueError(f"keys={keys} must be at least 6 to show a shape")

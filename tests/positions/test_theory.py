@@ -98,7 +98,8 @@ def test_regimes_of_any_prior_go_by_shape():
     params = {"bam": _bam(np.full(4, 0.5), betas), "kerple": {"log_r1": np.full(4, -20.0), "log_r2": np.zeros(4)}}
     assert regimes(parse("bam+kerple").at(0), params) == ["anti-local", "anti-local", "retrieval", "local"]
     assert regimes(parse("nope").at(0), {}, heads=2) == ["uniform"] * 2
-    kerple = parse("kerple(power)").init_params(jax.random.key(0), GEOMETRY)
+    random = parse("kerple(power)").init_params(jax.random.key(0), GEOMETRY)
+    kerple = jax.tree.map(np.zeros_like, random)  # logarithms of both parameters
     assert regimes(parse("kerple(power)").at(0), kerple) == ["local"] * 4
     assert regimes(parse("sandwich").at(0), {}, heads=4) == ["local"] * 4
     table = np.zeros((2, 32), np.float32)
