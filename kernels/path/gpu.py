@@ -168,7 +168,7 @@ def _level_inputs(x: Leaves) -> Leaves:
 
 
 def _keys(options: PathOptions, x: Leaves) -> dict[str, Array]:
-    from kernels.path.gpu_blocks import block_keys
+    from kernels.path.gpu_keys import block_keys
 
     return block_keys(x["k"], x["w"], _betas(x), interpret=options.interpret)
 

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 Array = jax.Array
-BLOCK, HALF, BASE, CHUNK = 128, 64, 16, 32
+BLOCK, HALF = 128, 64
 HALVES = (pl.ds(0, HALF), pl.ds(HALF, HALF))
 F16, F32 = jnp.float16, jnp.float32
 WARPS = 4
@@ -44,25 +44,20 @@ class BlockOptions:
 # ---- Calling ----
 
 
-def _spec(kind: str, shape: tuple[int, ...], group: int, size: int) -> pl.BlockSpec:
-    """The part of an array that program (batch, head, block) sees; group: heads that share one of this array."""
-    at = lambda h: h // group
-    if kind == "tokens":
-        return pl.BlockSpec((None, size, None, shape[3]), lambda b, h, i: (b, i, at(h), 0))
-    if kind == "rows":
-        return pl.BlockSpec((None, None, size, shape[3]), lambda b, h, i: (b, at(h), i, 0))
-    if kind == "left half":
-        return pl.BlockSpec((None, None, size // 2, shape[3]), lambda b, h, i: (b, at(h), i, 0))
-    if kind == "line":
-        return pl.BlockSpec((None, None, size), lambda b, h, i: (b, at(h), i))
-    if kind == "ids":
-        return pl.BlockSpec((None, size), lambda b, h, i: (b, i))
-    if kind == "bias":
-        return pl.BlockSpec((None, *shape[1:]), lambda b, h, i: (h, 0, 0))
-    kind, _, blocks = kind.partition(" of ")  # of so many blocks, of one without
-    assert kind == "square"
-    each = int(blocks or 1)
-    return pl.BlockSpec((None, None, None, *shape[3:]), lambda b, h, i: (b, at(h), i // each, 0, 0))
+def _spec(kind: str, shape: tuple[int, ...], group: int, size: int, parts: int) -> pl.BlockSpec:
+    """The part of an array that program (batch, head, block, part of it) sees; group: heads that share one of this
+    array."""
+    kind, _, blocks = kind.partition(" of ")  # a square of so many blocks, of one without
+    sizes, at = {
+        "tokens": ((None, size, None, *shape[3:]), lambda b, h, i: (b, i, h, 0)),
+        "rows": ((None, None, size, *shape[3:]), lambda b, h, i: (b, h, i, 0)),
+        "left half": ((None, None, size // 2, *shape[3:]), lambda b, h, i: (b, h, i, 0)),
+        "line": ((None, None, size), lambda b, h, i: (b, h, i)),
+        "ids": ((None, size), lambda b, h, i: (b, i)),
+        "bias": ((None, *shape[1:]), lambda b, h, i: (h, 0, 0)),
+        "square": ((None, None, None, *shape[3:]), lambda b, h, i: (b, h, i // int(blocks or 1), 0, 0)),
+    }[kind]
+    return pl.BlockSpec(sizes, lambda b, h, i: at(b, h // group, i // parts))
 
 
 Operand = tuple[str, Any, int]  # kind, array or its shape and dtype, heads of the grid that share a head of it
@@ -78,10 +73,14 @@ def launch(
     warps: int,
     interpret: bool,
     size: int = BLOCK,
+    parts: int = 1,
 ) -> dict[str, Array]:
-    """Run `body(refs by name)` for every (batch, head, block of `size` tokens); returns the outputs by name."""
+    """Run `body(refs by name)` for every (batch, head, block of `size` tokens), `parts` times each.
+
+    Returns the outputs by name.
+    """
     names = [*inputs, *outputs]
-    specs = lambda operands: [_spec(kind, x.shape, group, size) for kind, x, group in operands.values()]
+    specs = lambda operands: [_spec(kind, x.shape, group, size, parts) for kind, x, group in operands.values()]
     results = pl.pallas_call(
         lambda *refs: body(dict(zip(names, refs, strict=True))),
         out_shape=[x for _, x, _ in outputs.values()],
@@ -145,104 +144,6 @@ def identity(size: int) -> Array:
     return jnp.where(row == col, F32(1), F32(0))
 
 
-def inverse(lower: Array) -> Array:
-    """(I + L)⁻¹ of a strictly lower triangular 64 × 64 matrix.
-
-    Its four diagonal blocks of 16 by substitution, all at once; then twice inverse blocks are joined,
-    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], as products of whole matrices.
-    """
-    row, col = (lax.broadcasted_iota(jnp.int32, (HALF, HALF), axis) for axis in (0, 1))
-    same = row // BASE == col // BASE
-    count = HALF // BASE
-    blocks = jnp.where(same, lower, F32(0)).reshape(count, BASE, count, BASE).sum(2)
-    row_in, col_in = (lax.broadcasted_iota(jnp.int32, (count, BASE, BASE), axis) for axis in (1, 2))
-
-    def substitute(i: Array, x: Array) -> Array:
-        factor = jnp.sum(jnp.where(col_in == i, blocks, F32(0)), axis=2)
-        done = jnp.sum(jnp.where(row_in == i, x, F32(0)), axis=1)
-        return x - jnp.where(row_in > i, factor[:, :, None] * done[:, None, :], F32(0))
-
-    x = lax.fori_loop(0, BASE - 1, substitute, jnp.where(row_in == col_in, F32(1), F32(0)))
-    spread = jnp.broadcast_to(x[:, :, None, :], (count, BASE, count, BASE)).reshape(HALF, HALF)
-    x = jnp.where(same, spread, F32(0))
-    size = BASE
-    while size < HALF:
-        corner = (row // (2 * size) == col // (2 * size)) & (row // size > col // size)
-        parts = split(x)
-        x = x - dot3(parts, dot3(jnp.where(corner, lower, F32(0)), parts))
-        size *= 2
-    return x
-
-
-# ---- Keys ----
-
-
-def _halves_body(interpret: bool, refs: dict[str, Any]) -> None:
-    strict = triangle(HALF, 1)
-    w, beta = split(refs["w"][...]), refs["beta"][...]
-    x = inverse(jnp.where(strict, beta[:, None] * dot3(w, w, tb=True), F32(0)))
-    refs["x16"][...], refs["x_low"][...] = split(x)
-    barrier(interpret)
-    w, k = split(refs["w"][...]), refs["k"][...].astype(F16)
-    t = split(joined((refs["x16"][...], refs["x_low"][...])) * refs["beta"][...][None, :])
-    z = dot3(t, jnp.where(strict, dot3(w, k, tb=True), F32(0))).astype(F16)
-    refs["z16"][...], refs["w16"][...] = z, w[0]
-    refs["k_half"][...] = (k.astype(F32) - dot(z, w[0], ta=True)).astype(F16)
-    refs["u16"][...], refs["u_low"][...] = split(dot3(t, w))
-
-
-def _blocks_body(interpret: bool, refs: dict[str, Any]) -> None:
-    top, bottom = HALVES
-    u0, u1 = ((refs["u16"][s, :], refs["u_low"][s, :]) for s in HALVES)
-    across = split(dot3(u1, split(refs["w"][top, :]), tb=True))
-    barrier(interpret)
-    ahead = joined((refs["u16"][bottom, :], refs["u_low"][bottom, :])) - dot3(across, u0)
-    refs["m16"][...], refs["m_low"][...] = split(ahead)
-    barrier(interpret)
-    k = refs["k_half"][top, :]
-    passed = dot(k, refs["u16"][bottom, :], tb=True).astype(F16)
-    refs["k16"][top, :] = (k.astype(F32) - dot(passed, refs["w"][bottom, :].astype(F16))).astype(F16)
-    refs["k16"][bottom, :] = refs["k_half"][bottom, :]
-    barrier(interpret)
-
-    def chunk(i: Array, total: Array, first: int, name: str, low: str) -> Array:
-        here, w = pl.ds(i * CHUNK, CHUNK), split(refs["w"][pl.ds(first + i * CHUNK, CHUNK), :])
-        return total - dot3(w, (refs[name][here, :], refs[low][here, :]), ta=True)
-
-    p = identity(refs["w"].shape[1])
-    p = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, 0, "u16", "u_low"), p)
-    p = lax.fori_loop(0, HALF // CHUNK, lambda i, p: chunk(i, p, HALF, "m16", "m_low"), p)
-    refs["p16"][...], refs["p_low"][...] = split(p)
-
-
-def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str, Array]:
-    """What a block's keys leave behind: w16, u16 [B, K, T, D], z16, x16 [B, K, T, 64] of its halves and k_half
-    [B, K, T, D], their keys at their own right edges, float16; k16 [B, T, K, D] float16, the keys at the block's right
-    edge; p16 + p_low [B, K, T / 128, D, D] float16.
-
-    k: tokens; w: tokens, float32; beta: line, float32.
-    """
-    batch, length, heads, dim = k.shape
-    rows = lambda width, of=length: jax.ShapeDtypeStruct((batch, heads, of, width), F16)
-    inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1), "k": ("tokens", k, 1)}
-    outputs: dict[str, Operand] = {n: ("rows", rows(dim), 1) for n in ("w16", "u16", "u_low", "k_half")}
-    outputs |= {n: ("rows", rows(HALF), 1) for n in ("z16", "x16", "x_low")}
-    grid, call = (batch, heads, length // HALF), partial(launch, warps=WARPS, interpret=interpret)
-    body = partial(_halves_body, interpret)
-    made = call(body, grid, inputs, outputs, name="path_block_halves", size=HALF)
-    grid = (batch, heads, length // BLOCK)
-    inputs = {"w": inputs["w"]} | {n: ("rows", made[n], 1) for n in ("u16", "u_low", "k_half")}
-    square = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F16)
-    outputs = {
-        "k16": ("tokens", jax.ShapeDtypeStruct(k.shape, F16), 1),
-        "p16": ("square", square, 1),
-        "p_low": ("square", square, 1),
-        **{n: ("left half", rows(dim, length // 2), 1) for n in ("m16", "m_low")},
-    }
-    made |= call(partial(_blocks_body, interpret), grid, inputs, outputs, name="path_blocks")
-    return {n: made[n] for n in ("w16", "u16", "z16", "x16", "x_low", "k_half", "k16", "p16", "p_low")}
-
-
 # ---- Queries ----
 
 
@@ -295,7 +196,6 @@ def _queries_body(options: BlockOptions, moves: int, refs: dict[str, Any]) -> No
         for n in range(moves):
             q = dot(q, refs[f"left{n}"][...]).astype(F16)
             refs[f"q{n + 1}"][s, :] = q.astype(refs["q0"].dtype)
-        barrier(options.interpret)
 
     def finish(s: Any, parts: list[tuple[Any, Array]]) -> None:
         most = jnp.max(parts[0][1], axis=1)
@@ -311,20 +211,25 @@ def _queries_body(options: BlockOptions, moves: int, refs: dict[str, Any]) -> No
         safe = jnp.where(some, total, F32(1))
         refs["o"][s, :] = (o / safe[:, None]).astype(refs["o"].dtype)
         refs["lse"][s] = jnp.where(some, most + jnp.log(safe), F32(-jnp.inf))
-        barrier(options.interpret)
 
-    e = own_update(refs, top)
-    write(top, at_left(refs, top, e))
-    finish(top, [(top, weigh(options, refs, top, top, own_half(options, refs, top, e))[1])])
-    e = own_update(refs, bottom)
-    left = at_left(refs, bottom, e)
-    passed = dot(left, refs["w16"][top, :], tb=True).astype(F16)
-    write(bottom, (left.astype(F32) - dot(passed, refs["u16"][top, :])).astype(F16))
-    own = weigh(options, refs, bottom, bottom, own_half(options, refs, bottom, e))[1]
+    def own(s: Any) -> tuple[Array, Array]:
+        """(the half's queries at its left edge, logits of its own tile); all that it reads comes first."""
+        q, w, k, z, u = (refs[n][s, :] for n in ("q", "w16", "k", "z16", "u16"))
+        e = jnp.where(triangle(HALF), dot(q.astype(F16), w, tb=True), F32(0)).astype(F16)
+        content = (dot(q, k, tb=True) - dot(e, z)) * F32(options.scale)
+        left = (q.astype(F32) - dot(e, u)).astype(F16)
+        return left, weigh(options, refs, s, s, content)[1]
+
+    left, logits = own(top)
+    write(top, left)
+    finish(top, [(top, logits)])
     barrier(options.interpret)
-    across = weigh(options, refs, bottom, top, other_half(options, refs, left))[1]
-    barrier(options.interpret)
-    finish(bottom, [(bottom, own), (top, across)])
+    w, u, k = (refs[n][top, :] for n in ("w16", "u16", "k_half"))
+    left, logits = own(bottom)
+    passed = dot(left, w, tb=True).astype(F16)
+    across = weigh(options, refs, bottom, top, dot(left, k, tb=True) * F32(options.scale))[1]
+    write(bottom, (left.astype(F32) - dot(passed, u)).astype(F16))
+    finish(bottom, [(bottom, logits), (top, across)])
 
 
 def query_inputs(x: dict[str, Any], keys: dict[str, Array]) -> dict[str, Operand]:

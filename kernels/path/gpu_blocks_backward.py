@@ -6,6 +6,7 @@ with beta near 2 amplify. No atomics: what several query heads add to a key head
 outside. The barriers divide a program into phases, which meet in global memory: registers would not hold it all.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from kernels.path.gpu_blocks import (
     triangle,
     weigh,
 )
+from kernels.path.gpu_keys import over_chunks
 
 Array = jax.Array
 
@@ -252,99 +254,123 @@ def block_queries_backward(
 # ---- Keys ----
 
 
-def _products_backward(interpret: bool, refs: dict[str, Any]) -> None:
-    """Through P = P₁ P₀, each I − WᵀU: du_all and dw_out are du and dw and that. With G = W dP, V = U dPᵀ, S = U₁ W₀ᵀ:
+def _scale(refs: dict[str, Any], name: str, s: Any) -> tuple[Array, Callable[[Any, Any], Array]]:
+    """(a power of two, values of a gradient as float16 of at most 1 in size) for all of refs[name][s]."""
+    most = lambda c, so_far: jnp.maximum(so_far, jnp.max(jnp.abs(refs[name][s, c].astype(F32))))
+    most = over_chunks(refs[name].shape[1], most, F32(0))
+    size = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(most > 0, most, F32(1)))))
+    return size, lambda rows, c: (refs[name][rows, c].astype(F32) * (1 / size)).astype(F16)
 
-    dU₀ −= G₀ − Sᵀ G₁,  dU₁ −= G₁ − G₁ U₀ᵀ W₀,  dW₀ −= V₀ − V₀ W₁ᵀ U₁,  dW₁ −= V₁ − S V₀
-    """
+
+# Through P = P₁ P₀, each I − WᵀU: du_all and dw_out are du and dw and that. With G = W dP, V = U dPᵀ, S = U₁ W₀ᵀ:
+#     dU₀ −= G₀ − Sᵀ G₁,  dU₁ −= G₁ − G₁ U₀ᵀ W₀,  dW₀ −= V₀ − V₀ W₁ᵀ U₁,  dW₁ −= V₁ − S V₀
+# and through the left half's keys on their way over the right half: dk_left (of all keys, at the right edges of their
+# halves), and more of du and dw. One scale for all that comes from dP, one for what comes from those keys' gradient y:
+# rows of w and u are at most 1 and 2 long, so that nothing grows beyond 2¹⁰ times the largest entry.
+
+
+def _blocks_du_body(interpret: bool, refs: dict[str, Any]) -> None:
+    """du_all and dk_left."""
     top, bottom = HALVES
-    here = partial(barrier, interpret)
-    half = lambda name, s: refs[name][s, :].astype(F16)
+    dim, here = refs["w"].shape[1], partial(barrier, interpret)
+    half = lambda name, s, c: refs[name][s, c].astype(F16)
+    (size, dp), (y_size, y) = _scale(refs, "dp", slice(None)), _scale(refs, "dk0", top)
+    g = lambda s, c: dot(half("w", s, slice(None)), dp(slice(None), c))
 
-    dp = Scaled.of(refs["dp"][...])
+    def meet(c: Any, totals: Any) -> Any:
+        dpassed = totals[0] + dot(y(top, c), half("w", bottom, c), tb=True)
+        g_u = totals[1] + dot(g(bottom, c).astype(F16), refs["u16"][top, c], tb=True)
+        return dpassed, g_u, totals[2] + dot(refs["u16"][bottom, c], half("w", top, c), tb=True)
 
-    def own(h: Array, carry: Array) -> Array:
-        s = pl.ds(h * HALF, HALF)
-        g = dp.under(half("w", s), ta=False)
-        refs["du_all"][s, :] = refs["du"][s, :] - g
-        refs["dk_left"][s, :] = g
-        here()
-        v = dp.under(refs["u16"][s, :], ta=False, tb=True)
-        refs["dw_out"][s, :] = refs["dw"][s, :] - v
-        refs["dk_left"][s, :] = jnp.where(h == 0, v, refs["dk_left"][s, :])
-        here()
-        return carry
-
-    lax.fori_loop(0, 2, own, jnp.int32(0))
-    v0, g1 = (Scaled.of(refs["dk_left"][s, :]) for s in HALVES)
-    across = dot(refs["u16"][bottom, :], half("w", top), tb=True).astype(F16)
+    met = over_chunks(dim, meet, (jnp.zeros((HALF, HALF), F32),) * 3)
     here()
 
-    def add(name: str, s: Any, value: Array) -> None:
-        refs[name][s, :] = refs[name][s, :] + value
+    def write(c: Any, parts: Any) -> Any:
+        dpassed, g_u, across = parts
+        dk = refs["dk_half"][:, c] + refs["dk0"][top, c].astype(F32) - dot(dpassed, refs["u16"][bottom, c]) * y_size
+        refs["dk_left"][top, c], refs["dk_left"][bottom, c] = dk, refs["dk0"][bottom, c].astype(F32)
         here()
+        g1 = g(bottom, c)
+        du = (g1 - dot(g_u, half("w", top, c))) * size + dot(dpassed, refs["k_half"][top, c], ta=True) * y_size
+        refs["du_all"][bottom, c] = refs["du"][bottom, c] - du
+        here()
+        refs["du_all"][top, c] = refs["du"][top, c] - (g(top, c) - dot(across, g1.astype(F16), ta=True)) * size
+        return parts
 
-    add("du_all", top, g1.under(across))
-    add("dw_out", bottom, v0.under(across, ta=False))
-    add("du_all", bottom, Scaled.of(g1.times(refs["u16"][top, :], tb=True)).times(half("w", top)))
-    add("dw_out", top, Scaled.of(v0.times(half("w", bottom), tb=True)).times(refs["u16"][bottom, :]))
+    over_chunks(dim, write, tuple(x.astype(F16) for x in met))
 
 
-def _passage_backward(interpret: bool, refs: dict[str, Any]) -> None:
-    """Through the left half's keys on their way over the right half: dk_left (all keys, at the right edges of their
-    halves), and more of du and dw."""
+def _blocks_dw_body(interpret: bool, refs: dict[str, Any]) -> None:
+    """dw_out."""
     top, bottom = HALVES
-    here = partial(barrier, interpret)
-    refs["dk_left"][bottom, :] = refs["dk0"][bottom, :].astype(F32)
-    y = Scaled.of(refs["dk0"][top, :].astype(F32))
-    w1 = refs["w"][bottom, :].astype(F16)
-    dpassed = Scaled.of(-y.times(w1, tb=True))
-    dk = refs["dk_half"][...] + refs["dk0"][top, :].astype(F32) + dpassed.times(refs["u16"][bottom, :])
-    refs["dk_left"][top, :] = dk
-    here()
-    k = refs["k_half"][top, :]
-    refs["du_all"][bottom, :] = refs["du_all"][bottom, :] + dpassed.times(k, ta=True)
-    passed = dot(k, refs["u16"][bottom, :], tb=True).astype(F16)
-    refs["dw_out"][bottom, :] = refs["dw_out"][bottom, :] - y.under(passed)
+    dim, here = refs["w"].shape[1], partial(barrier, interpret)
+    half = lambda name, s, c: refs[name][s, c].astype(F16)
+    (size, dp), (y_size, y) = _scale(refs, "dp", slice(None)), _scale(refs, "dk0", top)
+    v = lambda s, c: dot(refs["u16"][s, :], dp(c, slice(None)), tb=True)
+
+    def meet(c: Any, totals: Any) -> Any:
+        passed = totals[0] + dot(refs["k_half"][top, c], refs["u16"][bottom, c], tb=True)
+        v_w = totals[1] + dot(v(top, c).astype(F16), half("w", bottom, c), tb=True)
+        return passed, v_w, totals[2] + dot(refs["u16"][bottom, c], half("w", top, c), tb=True)
+
+    met = over_chunks(dim, meet, (jnp.zeros((HALF, HALF), F32),) * 3)
     here()
 
+    def write(c: Any, parts: Any) -> Any:
+        passed, v_w, across = parts
+        v0 = v(top, c)
+        refs["dw_out"][top, c] = refs["dw"][top, c] - (v0 - dot(v_w, refs["u16"][bottom, c])) * size
+        here()
+        dw = (v(bottom, c) - dot(across, v0.astype(F16))) * size + dot(passed, y(top, c), ta=True) * y_size
+        refs["dw_out"][bottom, c] = refs["dw"][bottom, c] - dw
+        return parts
 
-def _halves_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
-    here = partial(barrier, interpret)
-    half = lambda name: refs[name][...].astype(F16)
-    strict = triangle(HALF, 1)
+    over_chunks(dim, write, tuple(x.astype(F16) for x in met))
+
+
+def _halves_matrices_body(interpret: bool, refs: dict[str, Any]) -> None:
+    """dF and dL D + (dL D)ᵀ as float16 times a power of two each, and dbeta."""
+    here, strict = partial(barrier, interpret), triangle(HALF, 1)
     x = lambda: (refs["x16"][...], refs["x_low"][...])
     t = lambda: split(joined(x()) * refs["beta"][...][None, :])
-    du, dk0 = Scaled.of(refs["du_all"][...]), Scaled.of(refs["dk_left"][...])
-    dw = refs["dw_out"][...] + du.under(t()[0])
-    refs["dw_sum"][...] = dw - dk0.under(refs["z16"][...], ta=False)
-    here()
-    dz = Scaled.of(refs["dz"][...] - dk0.under(half("w"), ta=False, tb=True))
-    df = Scaled.of(jnp.where(strict, dz.under(t()[0]), F32(0)))
-    dk = refs["dk_in"][...] + refs["dk_left"][...] + df.times(half("w"), ta=True)
-    refs["dk"][...] = dk.astype(refs["dk"].dtype)
-    here()
-    refs["dw_sum"][...] = refs["dw_sum"][...] + df.times(half("k"))
-    here()
-    f = jnp.where(strict, dot(half("w"), half("k"), tb=True), F32(0)).astype(F16)
-    dt = Exact.of(du.times(half("w"), tb=True) + dz.times(f, tb=True))
+    (du_size, du), (dk_size, dk) = _scale(refs, "du_all", slice(None)), _scale(refs, "dk_left", slice(None))
+
+    def meet(c: Any, totals: Any) -> Any:
+        w = refs["w"][:, c].astype(F16)
+        dz, dt = totals[0] + dot(w, dk(slice(None), c), tb=True), totals[1] + dot(du(slice(None), c), w, tb=True)
+        return dz, dt, totals[2] + dot(w, refs["k"][:, c].astype(F16), tb=True)
+
+    dz, dt, f = over_chunks(refs["w"].shape[1], meet, (jnp.zeros((HALF, HALF), F32),) * 3)
+    dz = Scaled.of(refs["dz"][...] - dz * dk_size)
+    refs["df"][...] = jnp.where(strict, dot(t()[0], dz.part, ta=True), F32(0)).astype(F16)
+    refs["df_size"][...] = jnp.broadcast_to(dz.size, (HALF,))
+    f = jnp.where(strict, f, F32(0)).astype(F16)
+    dt = Exact.of(dt * du_size + dz.times(f, tb=True))
     here()
     dx = dt.under(x())
     beta = refs["beta"][...]
     # Both ways that beta acts (X D and L = D W Wᵀ) in one sum; apart, they nearly cancel for repeated tokens.
     shares = dx * joined(x()) * beta[None, :]
     refs["dbeta"][...] = jnp.sum(jnp.where(triangle(HALF), shares, F32(0)), axis=1) / beta
-    dl = jnp.where(strict, -Exact.of(dx).times(t(), tb=True), F32(0))
-    dl16 = Scaled.of(dl * beta[:, None])
     here()
-    w = half("w")
-    refs["dw_sum"][...] = refs["dw_sum"][...] + dl16.times(w) + dl16.times(w, ta=True)
-    here()
+    dl = jnp.where(strict, -Exact.of(dx).times(t(), tb=True), F32(0)) * beta[:, None]
+    both = Scaled.of(dl + dl.T)
+    refs["dl"][...] = both.part
+    refs["dl_size"][...] = jnp.broadcast_to(both.size, (HALF,))
 
 
-def _blocks_backward_body(interpret: bool, refs: dict[str, Any]) -> None:
-    _products_backward(interpret, refs)
-    _passage_backward(interpret, refs)
+def _halves_rows_body(refs: dict[str, Any]) -> None:
+    """64 columns of dk and dw."""
+    dim = refs["w"].shape[1]
+    c = pl.ds(lax.rem(pl.program_id(2), jnp.int32(dim // HALF)) * HALF, HALF)
+    w, k = refs["w"][:, c].astype(F16), refs["k"][:, c].astype(F16)
+    df, df_size = refs["df"][...], refs["df_size"][...][:, None]
+    dk0, du = refs["dk_left"][:, c], Scaled.of(refs["du_all"][:, c])
+    dk = refs["dk_in"][:, c] + dk0 + dot(df, w, ta=True) * df_size
+    refs["dk"][:, c] = dk.astype(refs["dk"].dtype)
+    t = (joined((refs["x16"][...], refs["x_low"][...])) * refs["beta"][...][None, :]).astype(F16)
+    dw = refs["dw_out"][:, c] + du.under(t) - Scaled.of(dk0).under(refs["z16"][...], ta=False)
+    refs["dw_sum"][:, c] = dw + dot(df, k) * df_size + dot(refs["dl"][...], w) * refs["dl_size"][...][:, None]
 
 
 def block_keys_backward(
@@ -358,23 +384,28 @@ def block_keys_backward(
     batch, length, heads, dim = k.shape
     rows = lambda names, arrays: {n: ("rows", arrays[n], 1) for n in names}
     wide = jax.ShapeDtypeStruct((batch, heads, length, dim), F32)
-    call = partial(launch, warps=WARPS[dim], interpret=interpret)
     own: dict[str, Operand] = {"w": ("tokens", w, 1)}
-    inputs = own | rows(("u16", "k_half"), keys) | rows(("dw", "du"), back)
-    inputs |= {
-        "dk_half": ("left half", back["dk_half"], 1),
-        "dk0": ("tokens", back["dk0"], 1),
-        "dp": ("square", back["dp"], 1),
-    }
-    outputs: dict[str, Operand] = dict.fromkeys(("du_all", "dw_out", "dk_left"), ("rows", wide, 1))
-    grid, body = (batch, heads, length // BLOCK), partial(_blocks_backward_body, interpret)
-    made = call(body, grid, inputs, outputs, name="path_blocks_backward")
-    inputs = own | rows(("z16", "x16", "x_low"), keys) | rows(("dz",), back) | rows(outputs, made)
-    inputs |= {"k": ("tokens", k, 1), "beta": ("line", beta, 1), "dk_in": ("tokens", back["dk_in"], 1)}
+    shared = own | rows(("u16", "k_half"), keys) | {"dk0": ("tokens", back["dk0"], 1), "dp": ("square", back["dp"], 1)}
+    grid, blocks = (batch, heads, length // BLOCK), partial(launch, warps=4, interpret=interpret)
+    inputs = shared | rows(("du",), back) | {"dk_half": ("left half", back["dk_half"], 1)}
+    outputs: dict[str, Operand] = dict.fromkeys(("du_all", "dk_left"), ("rows", wide, 1))
+    made = blocks(partial(_blocks_du_body, interpret), grid, inputs, outputs, name="path_blocks_du")
+    inputs, outputs = shared | rows(("dw",), back), {"dw_out": ("rows", wide, 1)}
+    made |= blocks(partial(_blocks_dw_body, interpret), grid, inputs, outputs, name="path_blocks_dw")
+    halves = partial(launch, warps=4, interpret=interpret, size=HALF)
+    inputs = own | {"k": ("tokens", k, 1), "beta": ("line", beta, 1)} | rows(("x16", "x_low"), keys)
+    inputs |= rows(("du_all", "dk_left"), made)
+    small: dict[str, Operand] = {n: ("rows", jax.ShapeDtypeStruct(keys["x16"].shape, F16), 1) for n in ("df", "dl")}
+    small |= {n: ("line", jax.ShapeDtypeStruct(beta.shape, F32), 1) for n in ("df_size", "dl_size", "dbeta")}
+    grid, body = (batch, heads, length // HALF), partial(_halves_matrices_body, interpret)
+    found = halves(body, grid, inputs | rows(("dz",), back), small, name="path_halves_matrices")
+    inputs |= rows(("z16",), keys) | rows(("dw_out",), made) | {"dk_in": ("tokens", back["dk_in"], 1)}
+    inputs |= {n: (small[n][0], found[n], 1) for n in ("df", "dl", "df_size", "dl_size")}
     outputs = {
         "dk": ("tokens", jax.ShapeDtypeStruct(k.shape, k.dtype), 1),
         "dw_sum": ("tokens", jax.ShapeDtypeStruct(w.shape, F32), 1),
-        "dbeta": ("line", jax.ShapeDtypeStruct(beta.shape, F32), 1),
     }
-    grid, body = (batch, heads, length // HALF), partial(_halves_backward_body, interpret)
-    return call(body, grid, inputs, outputs, name="path_block_halves_backward", size=HALF)
+    parts = dim // HALF
+    grid = (batch, heads, length // HALF * parts)
+    done = halves(_halves_rows_body, grid, inputs, outputs, name="path_halves_rows", parts=parts)
+    return done | {"dbeta": found["dbeta"]}

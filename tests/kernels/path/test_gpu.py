@@ -84,7 +84,8 @@ def test_memory_per_token_does_not_grow() -> None:
 @pytest.mark.parametrize("same", [None, 0.0, 0.01], ids=["random", "repeated", "nearly repeated"])
 def test_blocks_are_the_transform(same: float | None) -> None:
     """Keys, queries, products and outputs of a block at beta = 1.99 against float64, repeated tokens included."""
-    from kernels.path.gpu_blocks import BlockOptions, block_keys, block_queries
+    from kernels.path.gpu_blocks import BlockOptions, block_queries
+    from kernels.path.gpu_keys import block_keys
 
     rng = np.random.default_rng(0)
     q, k, v, w = rng.normal(size=(4, 1, 128, 1, 64)).astype(np.float32)
