@@ -62,6 +62,15 @@ def test_every_case_is_a_legal_call_of_its_op(case):
     assert doctor._refusal(case, case.inputs, "reference") is None
 
 
+def test_on_a_cpu_only_what_a_cpu_chooses_is_checked():
+    found = [check for check in doctor.checks() if ":" in check.name]
+    assert [check.name for check in found] == [
+        "attention xla: bam+ssmax, packed",
+        "path xla: path+fox+bam+ssmax, packed",
+    ]
+    assert all(check.status == "ok" and "bfloat16" not in check.detail for check in found)
+
+
 def test_versions_outside_the_tested_ones_warn_and_missing_packages_fail():
     assert doctor.version_check("jax", "0.10.2").status == "ok"
     assert doctor.version_check("jax", "0.12.0.1").status == "ok"
@@ -74,7 +83,7 @@ def test_versions_outside_the_tested_ones_warn_and_missing_packages_fail():
 def test_the_exit_status(monkeypatch, capsys):
     assert doctor.main(["--no-kernels"]) == 0
     assert "all is well" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "checks", lambda kernels: iter([Check("kernel", "FAILED", "wrong")]))
+    monkeypatch.setattr(doctor, "checks", lambda kernels, everything: iter([Check("kernel", "FAILED", "wrong")]))
     assert doctor.main([]) == 1
     assert "1 check(s) failed" in capsys.readouterr().out
 
