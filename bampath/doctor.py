@@ -247,7 +247,7 @@ def _output_and_gradients(case: Case, inputs: dict[str, Any], backend: str) -> d
 
     lowered = jax.jit(jax.value_and_grad(weighted, has_aux=True)).lower(inputs)
     # The same arithmetic, compiled in half the time: LLVM's passes are most of what a CPU needs for this.
-    on_cpu = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    on_cpu: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     (_, out), gradients = lowered.compile(on_cpu if jax.default_backend() == "cpu" else None)(inputs)
     return {"output": out, **{f"gradient of {name}": g for name, g in gradients.items()}}
 
