@@ -8,8 +8,8 @@ without model.scan, model.remat and train.accumulate: layers as a loop, remat=at
 does not divide is rounded up. What was chosen is printed. A configuration that does not fit is reported with the
 largest batch that does; then the exit status is 3. Speeds are estimates under the assumptions that are printed.
 
-The program is compiled twice: first with the least effort, which refuses what does not fit in a minute or two and looks
-for the largest batch, then as a run compiles it, in ten or twenty. --quick leaves the second out.
+The program is compiled with the least effort, which takes minutes instead of tens of them and places memory to within
+a percent. What comes near the limit, or everything with --full, is compiled once more as a run does it.
 """
 
 import argparse
@@ -32,7 +32,9 @@ from launch.program import DoesNotFit, Program, compile_step, rows_of, topology_
 from launch.roofline import ASSUMPTIONS, estimate
 
 Compile = Callable[..., Program]  # (config, quick=…)
-_NEAR = 1.05  # times a chip's memory; what needs less with the least effort may fit with more
+_NEAR = (
+    1.05  # what is within this factor of a chip's memory with the least effort may be on the other side of it with more
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in chosen:
         print(f"chosen: {line}")
     compile_for = lambda one, quick: compile_step(one, devices, quick=quick)
-    row = check(config, chip, options.topology, compile_for, search=not options.no_search, quick=options.quick)
+    row = check(config, chip, options.topology, compile_for, search=not options.no_search, full=options.full)
     print(report(row))
     if options.output:
         options.output.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
@@ -97,7 +99,7 @@ def resolve(name: str, overrides: Sequence[str], devices: int) -> tuple[Config, 
 
 
 def check(
-    config: Config, chip: Chip, topology: str, compile_for: Compile, *, search: bool, quick: bool = False
+    config: Config, chip: Chip, topology: str, compile_for: Compile, *, search: bool, full: bool = False
 ) -> dict[str, Any]:
     """One row of results: `config` compiled, and where it does not fit the largest batch that does."""
     row: dict[str, Any] = {
@@ -115,7 +117,7 @@ def check(
         "hbm_bytes": round(chip.hbm),
     }
     try:
-        program = _compiled(config, chip, compile_for, quick)
+        program = _compiled(config, chip, compile_for, full)
     except DoesNotFit as error:
         row |= {"fits": False, "wanted_bytes": None if error.wanted is None else round(error.wanted)}
         if search:
@@ -126,16 +128,18 @@ def check(
     return row | {"fits": True} | facts(config, chip, program)
 
 
-def _compiled(config: Config, chip: Chip, compile_for: Compile, quick: bool) -> Program:
-    """`config` compiled with the least effort and, unless `quick`, as a run compiles it. DoesNotFit, at once where the
-    least effort needs much more than there is."""
+def _compiled(config: Config, chip: Chip, compile_for: Compile, full: bool) -> Program:
+    """`config` compiled with the least effort and, if that is wanted or too close to tell, as a run compiles it.
+
+    DoesNotFit, at once where the least effort needs much more than there is.
+    """
     try:
         program = compile_for(config, quick=True)
     except DoesNotFit as error:
-        if quick or error.wanted is None or error.wanted > _NEAR * chip.hbm:
+        if error.wanted is None or error.wanted > _NEAR * chip.hbm:
             raise
     else:
-        if quick:
+        if not full and program.peak_bytes * _NEAR <= chip.hbm:
             return program
     return compile_for(config, quick=False)
 

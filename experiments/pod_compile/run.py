@@ -1,7 +1,7 @@
 """Compile the named models' train steps for TPU topologies, without a TPU, and write results.json:
 
     python -m experiments.pod_compile.run                  # all cases
-    python -m experiments.pod_compile.run --case bam-120m@v5e:4x4 --quick
+    python -m experiments.pod_compile.run --case bam-120m@v5e:4x4 --full
 
 A case that is run again replaces its row; the others stay as they are. The table of docs/scaling.md is rewritten.
 """
@@ -63,12 +63,12 @@ CASES = (
 )
 
 
-def run(case: Case, quick: bool = False) -> dict[str, Any]:
-    """One row of results. quick: with the least effort (`launch.program.compile_step`)."""
+def run(case: Case, full: bool = False) -> dict[str, Any]:
+    """One row of results. full: compiled as a run does it, not with the least effort (`launch.compile`)."""
     devices = topology_devices(case.topology)
     config, chosen = resolve(case.config, case.overrides, len(devices))
     compile_for = lambda one, quick: compile_step(one, devices, quick=quick)
-    row = check(config, chip_of(case.topology), case.topology, compile_for, search=True, quick=quick)
+    row = check(config, chip_of(case.topology), case.topology, compile_for, search=True, full=full)
     return {"case": case.name, "config": case.config, "overrides": [*case.overrides, *chosen], **row}
 
 
@@ -140,11 +140,11 @@ def main(arguments: list[str] | None = None) -> None:
     by_name = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=list(by_name), default=list(by_name), metavar="CASE")
-    parser.add_argument("--quick", action="store_true", help="with the least effort only")
+    parser.add_argument("--full", action="store_true", help="compile as a run does, not with the least effort")
     options = parser.parse_args(arguments)
     for name in options.case:
         print(f"== {name}", flush=True)
-        row = run(by_name[name], options.quick)
+        row = run(by_name[name], options.full)
         save(row)
         print(report(row), flush=True)
     write_table()

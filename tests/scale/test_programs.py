@@ -227,22 +227,33 @@ def test_the_largest_batch_that_fits_is_found(limit: int) -> None:
     assert (f"data.batch_size={limit * 16}:" in text) if limit else ("nor does one row per chip" in text)
 
 
-@pytest.mark.parametrize(("wanted", "fits"), [(15.0, True), (16.5, True), (16.6, False), (None, False)])
-def test_what_nearly_fits_with_the_least_effort_is_compiled_as_a_run_does(wanted: float | None, fits: bool) -> None:
-    tried: list[bool] = []
+@pytest.mark.parametrize(
+    ("wanted", "full", "fits", "efforts"),
+    [
+        (14.9, False, True, ["quick"]),
+        (14.9, True, True, ["quick", "full"]),
+        (15.1, False, True, ["quick", "full"]),  # too close to tell
+        (16.5, False, True, ["quick", "full"]),
+        (16.6, True, False, ["quick"]),
+        (None, False, False, ["quick"]),
+    ],
+)
+def test_what_is_near_the_limit_is_compiled_as_a_run_does(
+    wanted: float | None, full: bool, fits: bool, efforts: list[str]
+) -> None:
+    tried: list[str] = []
 
     def compile_for(config, quick):  # type: ignore[no-untyped-def]
-        tried.append(quick)
-        if quick and wanted != 15.0:
+        tried.append("quick" if quick else "full")
+        if quick and (wanted is None or wanted > 15.75):
             raise DoesNotFit("too large", wanted and wanted * 2.0**30)
-        return Program(121_130_000, 2**28, 2**28, 2**30, 1e9, {}, [], 1.0, 1.0, 1.0, quick)
+        peak = round((wanted if quick else 15) * 2**30)
+        return Program(121_130_000, 2**28, 2**28, peak, 1e9, {}, [], 1.0, 1.0, 1.0, quick)
 
     config, _ = command.resolve("bam-120m", [], 16)
-    row = command.check(config, chip_of("v5e:4x4"), "v5e:4x4", compile_for, search=False)
-    assert (row["fits"], tried) == (fits, [True, False] if fits else [True])
-    assert row.get("quick", False) is False
-    row = command.check(config, chip_of("v5e:4x4"), "v5e:4x4", compile_for, search=False, quick=True)
-    assert row["fits"] is (wanted == 15.0)
+    row = command.check(config, chip_of("v5e:4x4"), "v5e:4x4", compile_for, search=False, full=full)
+    assert (row["fits"], tried) == (fits, efforts)
+    assert row.get("quick") == ((tried[-1] == "quick") if fits else None)
 
 
 @pytest.mark.parametrize(
