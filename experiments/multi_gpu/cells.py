@@ -133,13 +133,14 @@ def cells(counts: Sequence[int] = COUNTS) -> list[Cell]:
     most = max(counts)
     found = [Cell("losses", scheme, most) for scheme in SCHEMES if most > 1]
     found += [Cell("trainer", "bam+ssmax", most)] if most > 1 else []
-    portable = [Cell("train", SCHEMES[0], n, "432m", "fsdp", "weak", "portable kernels") for n in (*several[:1], 1)]
+    ones = [n for n in counts if n == 1]
+    portable = [Cell("train", SCHEMES[0], n, "432m", "fsdp", "weak", "portable kernels") for n in sorted({most, *ones})]
     for schemes in (SCHEMES[:2], SCHEMES[2:]):
         if 1 in counts:
             found += _by_turns([_ones(scheme) for scheme in schemes])
         for n in several:
             found += _by_turns([_spread(scheme, n, n == most) for scheme in schemes])
-        found += portable if several and 1 in counts and schemes == SCHEMES[:2] else []
+        found += portable if schemes == SCHEMES[:2] else []
     return found
 
 

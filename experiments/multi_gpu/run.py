@@ -28,6 +28,7 @@ from experiments.multi_gpu.cells import COUNTS, SMOKE, Cell, cells
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
+WORKER = (sys.executable, "-W", "ignore", "-m", "experiments.multi_gpu.work")
 GAP = 0.3  # seconds between the starts of two processes
 TURN = 90.0  # seconds after which a cell that has the GPUs is given up
 QUIET_CORES = 16  # of a machine with at least four times as many: cells that are measured have them to themselves
@@ -47,6 +48,10 @@ class Job:
     over: bool = False
     started: float | None = None
 
+    def __post_init__(self) -> None:
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
+
     def listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -58,6 +63,12 @@ class Job:
             elif word == "FREE":
                 self.free = True
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                continue  # it died before it read what was written
         self.free = self.over = True
 
     @property
@@ -120,7 +131,7 @@ def start(cell: Cell, gpus: tuple[int, ...], folder: Path, platform: str) -> Job
     if platform == "cpu":  # a rehearsal: as many CPU devices as GPUs
         env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.gpus), "XLA_FLAGS": ""}
     errors = folder / f"{cell.name.replace(' ', '-')}.err"
-    command = [sys.executable, "-W", "ignore", "-m", "experiments.multi_gpu.work", cell.name]
+    command = [*WORKER, cell.name]
     with errors.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -132,9 +143,7 @@ def start(cell: Cell, gpus: tuple[int, ...], folder: Path, platform: str) -> Job
             start_new_session=True,
         )
     _move(process.pid, _cores()[0])
-    job = Job(cell, gpus, process, errors)
-    threading.Thread(target=job.listen, daemon=True).start()
-    return job
+    return Job(cell, gpus, process, errors)
 
 
 def places(wanted: Sequence[Cell], gpus: int) -> list[tuple[int, ...]]:
@@ -201,6 +210,8 @@ class Study:
                 time.sleep(0.05)
             for job in self.jobs:
                 job.kill()
+            for job in self.jobs:
+                job.listener.join(5)
             for cell, _ in waiting:
                 self.say(f"{cell.name}: never started")
             for job in self.jobs:
