@@ -56,7 +56,7 @@ def report(results: dict[str, Any]) -> str:
         "Every window sees the same rows; brackets: 95 % interval over rows.",
         "## Passkeys found",
         passkey_table(rows, context),
-        "Brackets: Wilson's 95 % interval.",
+        "Brackets: 95 % interval (Wilson's, over several seeds Student's where that is wider).",
         "![Perplexity by position](figures/perplexity.png)",
         "![Passkeys by length](figures/passkey.png)",
     ]
