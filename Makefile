@@ -4,14 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-slow test-processes test-tpu test-tpu-all lint types format clean
+.PHONY: help demo test test-slow test-meshes test-processes test-tpu test-tpu-all lint types format clean
 
 help:
 	@echo "make demo       train and compare positional schemes on real text (about 8 minutes on 2 cores)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests that the suite leaves out (about an hour on 2 cores)"
+	@echo "make test-meshes  every scheme on every mesh against one device (about 15 minutes on 2 cores)"
 	@echo "make test-processes  2 and 4 real processes train together, are killed, go on (about 3 minutes)"
-	@echo "make VENV=build/venv-tpu test-tpu       compile the TPU kernels ahead of time (test-tpu-all: and whole train steps)"
+	@echo "make VENV=build/venv-tpu test-tpu       compile the TPU kernels and the named models' steps ahead of time (test-tpu-all: more)"
 	@echo "make lint types format"
 
 $(VENV)/.run: requirements.txt
@@ -32,6 +33,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu and not aot and not processes" -n 2
+
+test-meshes: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/scale -m "slow and not gpu and not aot and not processes" -n 2
 
 # Each of these tests starts up to four processes, so it runs alone.
 test-processes: $(VENV)/.dev

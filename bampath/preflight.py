@@ -64,7 +64,10 @@ def check(
 
     limit: bytes that a device has, by default what this machine's say. Errors are those of `fit`.
     """
-    mesh = sharding.mesh_of(config)
+    try:
+        mesh = sharding.mesh_of(config)
+    except ValueError as error:
+        raise ValueError(f"{error}; if they are elsewhere, --device-memory GIB says what each of them has") from None
     declared = declare(build_model(config))
     if resume:
         refuse_in_use(run_dir)

@@ -136,7 +136,10 @@ def test_text_that_is_tokenised_is_counted(tmp_path, capsys):
     [
         (["data.source=nowhere"], "no file, folder or glob"),
         (["mesh.data=4", "data.batch_size=12", "model.heads=2"], None),
-        (["mesh.fsdp=16", "data.batch_size=16"], "is a mesh of 16 devices, but there are 8"),
+        (
+            ["mesh.fsdp=16", "data.batch_size=16"],
+            "is a mesh of 16 devices, but there are 8; if they are elsewhere, --device-memory GIB says what each",
+        ),
         (["mesh.tensor=4"], "model.heads=2 is not divisible by mesh.tensor=4"),
         (["--init-from", "nowhere"], "nowhere does not exist"),
         (["--device-memory", "8", "mesh.fsdp=16", "data.batch_size=16"], "16 devices cannot be pretended"),
