@@ -102,13 +102,13 @@ def _train(config: Config, init: Any, step: Any) -> list[float]:
     return found
 
 
-def trainer(cell: Cell, *more: str) -> dict[str, Any]:
+def trainer(cell: Cell) -> dict[str, Any]:
     """`experiments.train` on a mesh, beside itself on one device: exit statuses and last losses."""
     half = cell.gpus // 2
     spread = (f"mesh.fsdp={half}", "mesh.context=2") if cell.gpus % 2 == 0 else (f"mesh.fsdp={cell.gpus}",)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         runs = {"one": (), "mesh": spread}
-        done = dict(zip(runs, pool.map(lambda name: _fit(Path(folder) / name, *runs[name], *more), runs), strict=True))
+        done = dict(zip(runs, pool.map(lambda name: _fit(Path(folder) / name, *runs[name]), runs), strict=True))
     row: dict[str, Any] = {"case": cell.scheme, "pass": "trainer", "mesh": " ".join(spread), "gpus": cell.gpus}
     row |= {"runs": done, "tolerance": TOLERANCE["bfloat16"]}
     if all("losses" in one for one in done.values()):
