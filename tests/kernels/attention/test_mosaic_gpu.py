@@ -247,7 +247,7 @@ def test_lowers_for_hopper_without_one(case: bench_cases.Case, monkeypatch: pyte
     assert [n for aval in exported.out_avals for n in aval.shape] == shapes
 
 
-@NEW_JAX
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX numbers Mosaic kernels: none are alike")
 def test_layers_that_are_alike_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three kernels however deep the model: each costs seconds to compile."""
     monkeypatch.setattr(mosaic_gpu, "supports", mosaic_gpu.refusal)
