@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(spec: Spec, groups: Sequence[Group], out: Path) -> int:
     """Train all groups that are not finished, and write what came out; returns the exit status."""
     from experiments.sweep_group import run_group
-    from experiments.sweep_report import report, write_figures
+    from experiments.sweep_report import page, report, write_figures
 
     stop = Stop()
     write_json(out / "sweep.json", spec_json(spec))
@@ -78,8 +78,8 @@ def train(spec: Spec, groups: Sequence[Group], out: Path) -> int:
         if stop.by:
             print(f"stopped; continue with python -m experiments.sweep --resume --out {out}")
             return 128 + stop.by
-    (out / "report.md").write_text(report(rows, spec_json(spec)), encoding="utf-8")
-    write_figures(rows, out)
+    figures = [str(path.relative_to(out)) for path in write_figures(rows, out)]
+    (out / "report.md").write_text(page(rows, spec, groups, environment(), figures), encoding="utf-8")
     print(f"{report(rows, spec_json(spec))}\n{len(rows)} runs in {time.monotonic() - start:.1f} s: {out}")
     return 0
 

@@ -1,5 +1,6 @@
-"""The table and the figures of a sweep, from its rows and its members' metrics."""
+"""The page, the table and the figures of a sweep, from its rows and its members' metrics."""
 
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,66 @@ from matplotlib.figure import Figure
 
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, save, style
 from bampath.metrics import read
-from experiments.sweep_plan import SEEDS
+from experiments.sweep_plan import SEEDS, Group, Spec, spec_json
 
 Row = dict[str, Any]
+
+
+def page(rows: Sequence[Row], spec: Spec, groups: Sequence[Group], env: dict[str, Any], figures: Sequence[str]) -> str:
+    """report.md: what was asked for, of what size, on what, the table, what is lowest, and where the runs are.
+
+    figures: paths as seen from the page.
+    """
+    first, members = groups[0].members[0].config, [member for group in groups for member in group.members]
+    tokens = first.train.steps * first.data.batch_size * first.data.sequence_length
+    axes = [("--vary", axis) for axis in spec.vary] + [("--structure", axis) for axis in spec.structure]
+    words = ["--config", spec.config, *(word for flag, axis in axes for word in (flag, str(axis))), *spec.overrides]
+    sizes = sorted({row["parameters"] for row in rows})
+    size = " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
+    rows_of = f"{first.train.steps:,} steps of {first.data.batch_size} rows of {first.data.sequence_length} tokens"
+    where = f"{env['date'][:10]}, {env['device']}, JAX {env['jax']}, commit {env['commit'] or 'unknown'}"
+    lines = [
+        f"# Sweep of `{spec.config}`",
+        "",
+        f"    python -m experiments.sweep {shlex.join(words)}",
+        "",
+        f"{len(members)} runs in {len(groups)} program(s): {rows_of} ({tokens:,} tokens each), {size} parameters, text "
+        f"`{first.data.source}`. {where}.",
+        "",
+        report(rows, spec_json(spec)),
+        "",
+        "Mean ± standard deviation over seeds. Training loss: mean of the last tenth of the records; validation loss: "
+        f"{first.train.eval_batches} held-out batches after the last step.",
+        "",
+        lowest(rows),
+        "",
+        *(f"![{Path(name).stem}]({name})" for name in figures),
+        "",
+        "Each run is a folder: `python -m bampath.inspect members/NAME`, "
+        "`python -m experiments.train --resume --run-dir members/NAME`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def lowest(rows: Sequence[Row]) -> str:
+    """The combination with the lowest mean validation loss, and how far the next one is in standard errors of seeds."""
+    keys = [key for key in rows[0]["values"] if key not in SEEDS]
+    known = {
+        label: [row["validation_loss"] for row in own]
+        for label, own in pooled(rows, keys).items()
+        if all(row["validation_loss"] is not None for row in own)
+    }
+    if len(known) < 2:
+        return "There is nothing to compare: " + ("one combination." if known else "no combination has a loss.")
+    ranked = sorted(known.items(), key=lambda item: statistics.fmean(item[1]))
+    (best, losses), (second, others) = ranked[:2]
+    name = lambda label: ", ".join(f"{key}={value}" for key, value in zip(keys, label, strict=True))
+    gap = statistics.fmean(others) - statistics.fmean(losses)
+    text = f"Lowest validation loss: `{name(best)}`, {gap:.4f} below `{name(second)}`"
+    if min(len(losses), len(others)) < 2:
+        return f"{text}; with one seed it cannot be told whether that is chance."
+    error = (statistics.variance(losses) / len(losses) + statistics.variance(others) / len(others)) ** 0.5
+    return f"{text}: {gap / error:.1f} standard errors of seeds." if error else f"{text}."
 
 
 def report(rows: Sequence[Row], spec: dict[str, Any]) -> str:

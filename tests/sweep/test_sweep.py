@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from bampath.data import load_corpus
 from bampath.lock import InUseError, RunLock
 from bampath.metrics import read
 from bampath.train import fit
+from experiments import sweep as sweep_command
 from experiments.sweep import check, check_text, claim, main
 from experiments.sweep_group import run_group
 from experiments.sweep_plan import Axis, Spec, axis_of, member_of, plan, spec_json
-from experiments.sweep_report import report, write_figures
+from experiments.sweep_report import lowest, page, report, write_figures
 from tests.train.small import SMALL, text_file
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +157,37 @@ def test_the_table_pools_seeds_and_the_figures_are_drawn(spec: Spec, swept: tupl
     assert f"{np.mean(good):.4f} ± {np.std(good, ddof=1):.4f} | – |" in text
     assert "seed-0_lr-1e15 after step" in text
     assert [path.name for path in write_figures(rows, out)] == ["loss.png", "final-lr.png"]
+
+
+def test_the_page_says_what_was_asked_for_and_how_to_ask_again(spec: Spec, swept: tuple[Path, list]):
+    env = {"date": "2026-11-29T00:00:00", "device": "8 x cpu", "jax": "0.10.2", "commit": None}
+    text = page(swept[1], spec, plan(spec), env, ["figures/loss.png"])
+    (line,) = re.findall("^    python -m experiments.sweep (.*)$", text, re.MULTILINE)
+    assert sweep_command.spec_of(sweep_command.parse(shlex.split(line))) == spec
+    assert "4 runs in 1 program(s): 4 steps of 4 rows of 24 tokens (384 tokens each)" in text
+    assert "8 x cpu, JAX 0.10.2, commit unknown" in text
+    assert report(swept[1], spec_json(spec)) in text
+    assert "![loss](figures/loss.png)" in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (
+            {"1e-3": [2.0, 2.2], "3e-3": [1.8, 2.0]},
+            "`optim.lr=3e-3`, 0.2000 below `optim.lr=1e-3`: 1.4 standard errors",
+        ),
+        ({"1e-3": [2.0], "3e-3": [1.8]}, "with one seed it cannot be told"),
+        ({"1e-3": [2.0, 2.1], "3e-3": [1.0, None]}, "nothing to compare: one combination"),
+    ],
+)
+def test_the_lowest_loss_is_named_with_its_error(losses: dict[str, list], said: str):
+    rows = [
+        {"values": {"seed": str(seed), "optim.lr": lr}, "validation_loss": loss}
+        for lr, own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+    assert said in lowest(rows)
 
 
 def test_spreading_takes_as_many_devices_as_divide_the_members():
