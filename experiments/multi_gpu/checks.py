@@ -119,10 +119,19 @@ def trainer(cell: Cell) -> dict[str, Any]:
 
 
 def _fit(folder: Path, *overrides: str) -> dict[str, Any]:
-    text = Path(__file__).resolve().parents[2] / "docs"
+    pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+    text = folder.parent / f"{folder.name}.txt"
+    text.write_text("\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8")
     command = [sys.executable, "-m", "experiments.train", "--config", "tiny", "--run-dir", str(folder)]
-    command += ["model.dtype=bfloat16", f"data.source={text}/*.md", "data.sequence_length=512", "train.steps=8"]
-    command += ["data.batch_size=8", "train.save_every=8", "train.log_every=1", "train.tensorboard=false", *overrides]
+    command += ["model.dtype=bfloat16", f"data.source={text}", "data.documents=blocks", "train.steps=8"]
+    command += [
+        "data.sequence_length=512",
+        "data.batch_size=8",
+        "train.save_every=8",
+        "train.log_every=1",
+        "train.tensorboard=false",
+        *overrides,
+    ]
     begin = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found: dict[str, Any] = {"status": done.returncode, "seconds": time.monotonic() - begin}
