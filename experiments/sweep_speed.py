@@ -1,14 +1,17 @@
 """What a sweep saves: the same small models one by one, and as one program.
 
-    python -m experiments.sweep_speed                 about 10 minutes on 2 CPU cores
+    python -m experiments.sweep_speed                 about 15 minutes on 2 CPU cores
+    python -m experiments.sweep_speed --case tiny --way "spread over devices"        4 minutes; other rows stay
 
 Each case is a configuration with 8 seeds. Alone means 8 times the ordinary training command, one after the other, each
-with its own start and compilation; the sweep is one command, timed before and after them, from start to table. Tokens
-are cached before. Then every member is compared with the run alone: losses of all steps, and all parameters. Writes
-experiments/sweep/results.json and the table in its README.
+with its own start and compilation; then the same again with --compile-cache, so that only the first one compiles. The
+sweep is one command, timed before and after them, from start to table. Tokens are cached before. Then every member is
+compared with the run alone: losses of all steps, and all parameters. Writes experiments/sweep/results.json and the
+table in its README. The machine's load when a case begins is recorded: what else it does costs both sides.
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -52,43 +55,45 @@ def timed(module: str, *arguments: str) -> dict[str, float]:
     return {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2)}
 
 
-def measure(case: str, folder: Path) -> list[dict[str, Any]]:
+def measure(case: str, ways: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """The rows of a case: one per way of running the sweep."""
     keys = [*(key for key in COMMON if key.partition("=")[0] not in _keys(CASES[case])), *CASES[case]]
-    sweeps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    sweep = lambda way, n: timed(
-        "experiments.sweep", *keys, "--vary", f"seed=0..{SEEDS - 1}", *WAYS[way], "--out", str(folder / f"{way}-{n}")
-    )
-    for way in WAYS:
-        sweeps[way].append(sweep(way, 0))
-    alone = []
-    for seed in range(SEEDS):
-        run = str(folder / f"alone-{seed}")
-        alone.append(timed("experiments.train", *keys, f"train.seed={seed}", f"data.seed={seed}", "--run-dir", run))
-    for way in WAYS:
+    load = os.getloadavg()[0]
+
+    def sweep(way: str, number: int) -> dict[str, float]:
+        members = ("--vary", f"seed=0..{SEEDS - 1}", *WAYS[way], "--out", str(folder / f"{way}-{number}"))
+        return timed("experiments.sweep", *keys, *members)
+
+    def alone(name: str, *more: str) -> list[dict[str, float]]:
+        seeds = [(f"train.seed={n}", f"data.seed={n}", "--run-dir", str(folder / f"{name}-{n}")) for n in range(SEEDS)]
+        return [timed("experiments.train", *keys, *seed, *more) for seed in seeds]
+
+    sweeps = {way: [sweep(way, 0)] for way in ways}
+    runs = {"alone": alone("alone"), "cached": alone("cached", "--compile-cache", str(folder / "programs"))}
+    for way in ways:
         sweeps[way].append(sweep(way, 1))
-    total = {name: round(sum(one[name] for one in alone), 2) for name in ("wall_s", "cpu_s")}
-    rows = []
-    for way, times in sweeps.items():
-        walls = [one["wall_s"] for one in times]
-        mean = sum(walls) / len(walls)
-        rows.append(
-            {
-                "case": case,
-                "way": way,
-                "overrides": keys[2:],
-                "seeds": SEEDS,
-                "alone_s": total["wall_s"],
-                "alone_each_s": [one["wall_s"] for one in alone],
-                "alone_cpu_s": total["cpu_s"],
-                "sweep_s": walls,
-                "sweep_cpu_s": [one["cpu_s"] for one in times],
-                "ratio": round(total["wall_s"] / mean, 2),
-                "ratio_least": round(total["wall_s"] / max(walls), 2),
-                **compare(folder, folder / f"{way}-0" / "members"),
-            }
-        )
-    return rows
+    facts = {"case": case, "overrides": keys[2:], "seeds": SEEDS, "load_before": round(load, 2), "env": environment()}
+    for name, times in runs.items():
+        facts[f"{name}_s"] = round(sum(one["wall_s"] for one in times), 2)
+        facts[f"{name}_each_s"] = [one["wall_s"] for one in times]
+        facts[f"{name}_cpu_s"] = round(sum(one["cpu_s"] for one in times), 2)
+    return [
+        {**facts, "way": way, **ratios(facts, times), **compare(folder, folder / f"{way}-0" / "members")}
+        for way, times in sweeps.items()
+    ]
+
+
+def ratios(facts: dict[str, Any], sweeps: list[dict[str, float]]) -> dict[str, Any]:
+    """How many times as long the runs took as the sweep (mean of its times); least: as its slower time."""
+    walls = [one["wall_s"] for one in sweeps]
+    mean = sum(walls) / len(walls)
+    return {
+        "sweep_s": walls,
+        "sweep_cpu_s": [one["cpu_s"] for one in sweeps],
+        "ratio": round(facts["alone_s"] / mean, 2),
+        "ratio_least": round(facts["alone_s"] / max(walls), 2),
+        "ratio_cached": round(facts["cached_s"] / mean, 2),
+    }
 
 
 def compare(alone: Path, members: Path) -> dict[str, Any]:
@@ -116,32 +121,31 @@ def _flat(params: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(params)])
 
 
-def _losses(run: Path) -> np.ndarray:
-    return np.array([record["loss"] for record in read(run / "metrics.jsonl") if record["kind"] == "train"])
-
-
 def _keys(overrides: Sequence[str]) -> set[str]:
     return {entry.partition("=")[0] for entry in overrides}
 
 
-def table(results: dict[str, Any]) -> str:
-    """The rows for the README."""
-    env = results["env"]
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for the README; a dash for what was not measured."""
+    shown = lambda number, digits: "–" if number is None else f"{number:.{digits}f}"
     lines = [
-        f"{env['date'][:10]}, {env['platform']}, JAX {env['jax']}, {SEEDS} seeds; the machine had other work to do.",
+        f"{rows[0]['env']['platform']}, JAX {rows[0]['env']['jax']}, {SEEDS} seeds.",
         "",
-        "| case | members | alone, s | sweep, s (before, after) | ratio of wall times | of CPU times | bitwise equal "
-        "| losses differ by | parameters differ by |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | members | load before | alone, s | with cached programs, s | sweep, s (before, after) | ratio "
+        "| to cached | of CPU times | bitwise equal | losses differ by | parameters differ by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in results["rows"]:
+    for row in rows:
         cpu = row["alone_cpu_s"] * len(row["sweep_cpu_s"]) / sum(row["sweep_cpu_s"])
         cells = [
             row["case"],
             row["way"],
-            f"{row['alone_s']:.0f}",
+            shown(row["load_before"], 1),
+            shown(row["alone_s"], 0),
+            shown(row["cached_s"], 0),
             ", ".join(f"{wall:.1f}" for wall in row["sweep_s"]),
-            f"{row['ratio']:.1f}",
+            f"**{row['ratio']:.1f}**",
+            shown(row["ratio_cached"], 1),
             f"{cpu:.1f}",
             f"{row['bitwise_equal']} of {SEEDS}",
             f"{row['loss_relative_error']:.1e}",
@@ -151,6 +155,12 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows in the order of cases and ways, new ones in place of old ones."""
+    rows = {(row["case"], row["way"]): row for row in (*old, *new)}
+    return [rows[case, way] for case in CASES for way in WAYS if (case, way) in rows]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sweep_speed",
@@ -158,19 +168,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--case", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--way", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     options = parser.parse_args(arguments)
     from bampath.data import DataConfig, load_corpus
 
     load_corpus(DataConfig())
-    rows: list[dict[str, Any]] = []
+    results = HERE / "results.json"
     for case in options.case:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(case, Path(folder))
-        print(rows[-len(WAYS) :], flush=True)
-    env = environment()
-    results = {"env": env, "rows": rows}
-    write_results(HERE / "results.json", env, rows)
-    replace_between(HERE / "README.md", BEGIN, END, f"\n{table(results)}\n")
+            new = measure(case, options.way, Path(folder))
+        print(table(new), flush=True)
+        old = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
+        rows = merged(old, new)
+        write_results(results, environment(), rows)
+        replace_between(HERE / "README.md", BEGIN, END, f"\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
