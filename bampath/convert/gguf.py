@@ -1,7 +1,8 @@
 """GGUF files (llama.cpp's format) as configuration, tensors and tokenizer, through the `gguf` package.
 
 Quantised tensors are dequantised one at a time. For the llama architecture the rows of q and k are stored so that the
-dimensions of a rotary pair are neighbours; they are put back to halves here, as transformers has them.
+dimensions of a rotary pair are neighbours; they are put back to halves here, as transformers has them. What Llama 3.1
+does to its rotations stands in these files as a tensor, rope_freqs, of one divisor per pair.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import numpy as np
 from bampath.convert.families import ConversionError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_FREQUENCIES = "rope_freqs.weight"
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -43,13 +45,36 @@ def open_gguf(path: Path) -> tuple[Mapping[str, Any], "GgufTensors", Path | None
         import gguf
     except ImportError:
         raise ImportError("reading .gguf files needs the package gguf: pip install gguf") from None
+
+    class Reader(gguf.GGUFReader):
+        def _build_tensors(self, start_offs: int, fields: Any) -> None:
+            _refuse_short_data(path, len(self.data) - start_offs, fields)
+            super()._build_tensors(start_offs, fields)
+
     try:
-        reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError) as error:
+        reader = Reader(path)
+    except ConversionError:
+        raise
+    except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConversionError(f"{path} cannot be read as GGUF: {error}") from None
     keys = {name: field.contents() for name, field in reader.fields.items()}
-    config = _config(keys, {tensor.name for tensor in reader.tensors})
+    config = _config(keys, {tensor.name: tensor for tensor in reader.tensors})
     return config, GgufTensors(reader, config), _tokenizer(keys)
+
+
+def _refuse_short_data(path: Path, size: int, fields: Any) -> None:
+    """ConversionError naming the first tensor that is not in the `size` bytes behind the header."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    for field in sorted(fields, key=lambda field: int(field.parts[5][0])):
+        _, name, _, dims, kind, offset = field.parts
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+        end = int(offset[0]) + int(np.prod(dims, dtype=np.int64)) * block_bytes // per_block
+        if end > size:
+            tensor = bytes(name).decode()
+            raise ConversionError(
+                f"{path} is cut short: tensor {tensor} ends at byte {end} of {size} behind the header"
+            )
 
 
 class GgufTensors:
@@ -59,9 +84,8 @@ class GgufTensors:
         self._config = config
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
-            if tensor.name == "rope_freqs.weight":
-                raise ConversionError("tensor rope_freqs.weight (rescaled rotations) has no place in this model")
-            self._tensors[_name(tensor.name)] = tensor
+            if tensor.name != _FREQUENCIES:
+                self._tensors[_name(tensor.name)] = tensor
         self.shapes = {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -94,7 +118,7 @@ def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rest).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _config(keys: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     kind = keys.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ConversionError(f"general.architecture={kind!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -103,7 +127,14 @@ def _config(keys: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     scaling = get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ConversionError(f"{kind}.rope.scaling.type={scaling!r} has no counterpart; known are none and linear")
-    rope = {"rope_type": "linear", "factor": get("rope.scaling.factor", 1.0)} if scaling == "linear" else {}
+    rope: dict[str, Any] = {}
+    if scaling == "linear":
+        rope = {"rope_type": "linear", "factor": get("rope.scaling.factor", 1.0)}
+    if _FREQUENCIES in tensors:
+        if rope:
+            raise ConversionError(f"{_FREQUENCIES} beside {kind}.rope.scaling.type='linear' has no counterpart")
+        divisors = np.asarray(tensors[_FREQUENCIES].data, np.float64).tolist()
+        rope = {"rope_type": "longrope", "factor": 1.0, "short_factor": divisors, "long_factor": divisors}
     return {
         "model_type": kind,
         "vocab_size": len(keys["tokenizer.ggml.tokens"]),
@@ -115,7 +146,7 @@ def _config(keys: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
         "head_dim": get("attention.key_length"),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in names,
+        "tie_word_embeddings": "output.weight" not in tensors,
         "rope_parameters": {"rope_theta": get("rope.freq_base", 10000.0), **rope},
     }
 

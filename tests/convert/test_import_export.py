@@ -16,6 +16,7 @@ import pytest
 from bampath.convert import export_model, import_model
 from bampath.convert.families import ConversionError, hf_config, model_config, rope_of, windows_of
 from bampath.model import LM, check_length
+from bampath.params import unbox
 from tests.convert.cases import BASE, CASES, FIXTURES, tokens
 
 
@@ -224,3 +225,32 @@ def test_norms_that_differ_between_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="the heads' norm weights differ"):
         export_model(tmp_path / "out", found.config, found.params)
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_is_the_parameters_and_one_tensor(tmp_path: Path) -> None:
+    """What numpy holds at its most, beyond what is there afterwards: a few copies of the largest tensor, not the model.
+    JAX may keep arrays in numpy's memory, so that parameters count among what is there."""
+    import tracemalloc
+
+    config = dataclasses.replace(read("llama").config, vocab_size=256, dim=64, mlp_dim=256, layers=20, head_dim=16)
+    shapes = jax.eval_shape(LM(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = jax.tree.map(lambda x: np.ones(x.shape, np.float32), unbox(shapes))
+    largest = max(x.nbytes for x in jax.tree.leaves(params))
+    whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert whole > 60 * largest
+
+    def beyond(run: Callable[[], Any]) -> int:
+        run()  # imports
+        tracemalloc.start()
+        try:
+            kept = run()
+            now, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        del kept
+        return peak - now
+
+    number = iter(range(9))
+    write = lambda: export_model(tmp_path / str(next(number)), config, params, shard_bytes=2 * largest)
+    assert beyond(write) < 8 * largest
+    assert beyond(lambda: import_model(tmp_path / "0")) < 8 * largest
