@@ -88,19 +88,18 @@ CPU = Study(
     batch_tokens=4096,
 )
 
-# 16,384 tokens a step: 75 steps at a quarter of the context, 60 at half of it, 30 at the whole of it. What several
+# 8,192 tokens a step: 150 steps at a quarter of the context, 120 at half of it, 60 at the whole of it. What several
 # processes can do side by side on one GPU within minutes, compilation included.
 GPU = Study(
     name="gpu",
     teacher=PACKAGE,
     words=(
         *_COMMON,
-        *("model.dtype=bfloat16", "model.scan=true", "train.log_every=5", "train.loss_chunk=2048"),
-        *("stage1.steps=75", "stage1.batch=8", "stage1.length=2048", "stage1.lr=1e-3", "stage1.warmup=5"),
-        *("stage2.steps=60", "stage2.batch=4", "stage2.length=4096", "stage2.lr=5e-4", "stage2.rest=0.1"),
-        *("stage2.schedule=cosine", "stage2.warmup=5"),
-        *("stage3.steps=30", "stage3.batch=2", "stage3.length=8192", "stage3.lr=1e-4", "stage3.warmup=3"),
-        "train.accumulate=2",  # 8,192 tokens at a time: six processes fit one device
+        *("model.dtype=bfloat16", "model.scan=true", "train.log_every=10", "train.loss_chunk=2048"),
+        *("stage1.steps=150", "stage1.batch=4", "stage1.length=2048", "stage1.lr=1e-3", "stage1.warmup=10"),
+        *("stage2.steps=120", "stage2.batch=2", "stage2.length=4096", "stage2.lr=5e-4", "stage2.rest=0.1"),
+        *("stage2.schedule=cosine", "stage2.warmup=10"),
+        *("stage3.steps=60", "stage3.batch=1", "stage3.length=8192", "stage3.lr=1e-4", "stage3.warmup=5"),
     ),
     samples=8,
 )
