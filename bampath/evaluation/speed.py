@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from bampath.evaluation.command import parse_lengths
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.evaluation.results import environment, write_results
 from bampath.evaluation.speed_checks import checks
-from bampath.generate import prefill
+from bampath.generate import prefill, stream_features
 from bampath.model import LM, init_cache
 from bampath.params import unbox
 
@@ -97,18 +98,22 @@ def cases(model: LM, params: Any, length: int, sizes: Sizes) -> list[Case]:
     ]
 
 
-def scored(model: LM, params: Any, length: int, samples: int, sizes: Sizes) -> Case:
-    """Prompts whose last token is asked for, as passkey does: in one forward, or through the cache beyond `chunk`."""
+def scored(model: LM, params: Any, length: int, samples: int, sizes: Sizes, begin: bool = False) -> Case:
+    """Prompts whose last token is asked for, as passkey does: in one forward, or through the cache beyond `chunk`.
+
+    begin: only the first two pieces are read to compile the rest, where a whole row would take long.
+    """
     batch = sizes.together(length, samples)
     tokens, places = _tokens(model, samples, length), np.full((batch, 1), length - 1, np.int32)
     reader = ModelReader(model, params, sizes.chunk)
     some = lambda count: [reader.logits_at(tokens[i : i + batch], places) for i in range(0, count, batch)]
-    far = length > sizes.chunk  # two pieces compile all that more need
-    short = tokens[:batch, : 2 * sizes.chunk]
-    warm = lambda: reader.logits_at(short, np.minimum(places, short.shape[1] - 1)) if far else some(batch)
+
+    def two_pieces() -> Any:
+        return [hidden for _, hidden in islice(stream_features(model, params, tokens, sizes.chunk), 2)]
+
     return Case(
         *("scored prompts", length, batch, "samples_per_second", samples),
-        warm,
+        two_pieces if begin else lambda: some(batch),
         lambda: some(samples),
         1,
     )
@@ -209,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = {"config": args.config, "overrides": args.overrides, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     print(f"{env['device']}, JAX {env['jax']}, {args.config} {' '.join(args.overrides)}, {config.model.position}")
     planned = [case for length in lengths for case in cases(model, params, length, sizes)]
-    planned += [scored(model, params, length, 1, sizes) for length in far]
+    planned += [scored(model, params, length, 1, sizes, length > min(far)) for length in far]
     checked = prepare(planned, lambda: checks(model, params, min(min(lengths), 2048)))
     for check in checked:
         print(f"  {check['check']:<44} error {check['error']:.1e}, bound {check['bound']:.0e}", flush=True)

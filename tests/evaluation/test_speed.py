@@ -12,7 +12,9 @@ SMALL = ("model.dim=8", "model.heads=2", "model.mlp_dim=8", "model.layers=1", "m
 
 def test_every_case_is_timed(tmp_path, capsys):
     out = tmp_path / "speed.json"
-    options = "--config tiny --lengths 64 --far 128 --samples 3 --depths 4 --new-tokens 2 --chunk 64 --batch-tokens 128"
+    options = (
+        "--config tiny --lengths 64 --far 128,192 --samples 3 --depths 4 --new-tokens 2 --chunk 64 --batch-tokens 128"
+    )
     speed.main([*SMALL, "position=nope", *options.split(), "--repeats", "2", "--out", str(out)])
     results = json.loads(out.read_text(encoding="utf-8"))
     rows = results["rows"]
@@ -22,8 +24,9 @@ def test_every_case_is_timed(tmp_path, capsys):
         ("scored prompts", 64, 2),
         ("answers of 2 tokens", 64, 1),  # two would not divide three
         ("scored prompts", 128, 1),
+        ("scored prompts", 192, 1),
     ]
-    assert [len(row["seconds"]) for row in rows] == [2, 2, 1, 1, 1]
+    assert [len(row["seconds"]) for row in rows] == [2, 2, 1, 1, 1, 1]
     assert rows[1]["tokens_per_second"] == pytest.approx(2 * 64 / (sum(rows[1]["seconds"]) / 2))
     assert rows[2]["samples_per_second"] == pytest.approx(4 / rows[2]["seconds"][0])
     assert len(results["checks"]) == 4
