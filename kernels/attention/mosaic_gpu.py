@@ -85,9 +85,27 @@ def _seen_keys(call: Call) -> Array | None:
     return lax.cond((q_seg == k_seg).all(), lambda q, k: k >= 0, lambda q, k: _searched(call, q, k), q_seg, k_seg)
 
 
+def _has_query(q_segments: Array, kv_segments: Array, q_positions: Array, k_positions: Array | None) -> Array:
+    """[B, S]: is there a query of the key's segment, not before the key unless k_positions is None.
+
+    q_positions [1, T] grow along the row, so the last query of a segment tells.
+    """
+    order = jnp.argsort(q_segments, axis=1, stable=True)
+    ids = jnp.take_along_axis(q_segments, order, axis=1)
+    place = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ids, kv_segments) - 1
+    place = jnp.maximum(place, 0)
+    found = (jnp.take_along_axis(ids, place, axis=1) == kv_segments) & (kv_segments >= 0)
+    if k_positions is None:
+        return found
+    last = jnp.take_along_axis(jnp.broadcast_to(q_positions, order.shape), order, axis=1)
+    return found & (jnp.take_along_axis(last, place, axis=1) >= k_positions)
+
+
 def _searched(call: Call, q_segments: Array, kv_segments: Array) -> Array:
-    """The same from the definition, a block of keys at a time."""
+    """The same from the definition."""
     q_pos, k_pos = call.positions()
+    if call.window is None:
+        return _has_query(q_segments, kv_segments, q_pos, k_pos if call.causal else None)
     keys = _padded_to(jnp.broadcast_to(k_pos, kv_segments.shape), 1, KEYS_AT_ONCE)
     segments = jnp.pad(kv_segments, ((0, 0), (0, keys.shape[1] - kv_segments.shape[1])), constant_values=-1)
 

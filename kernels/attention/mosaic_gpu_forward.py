@@ -213,9 +213,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             pl.when(wg == 1)(take_turn)
             m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
             carry: Any = (zeros(64, d), m0, zeros(64))
-            if spec.window is not None:
+            if spec.window is not None or (spec.segments and spec.unmasked):
                 carry = run(start, full_start, carry, True)
-            if not spec.segments:
+            if spec.unmasked:
                 carry = run(full_start, full_stop, carry, False)
             if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
                 carry = run(full_stop, stop, carry, True)

@@ -137,7 +137,8 @@ def prior_table(options: Options, spec: Spec, x: Leaves) -> Array | None:
 def bounds_of(
     spec: Spec, x: Leaves, mine: str, others: str, tiles: Tiles, table: Array | None = None
 ) -> dict[str, Array]:
-    """The tiles that a block visits by segments and by gates, where there are any: {"bounds": [B, H or 1, blocks, 2]}.
+    """The tiles that a block visits by segments and by gates, where there are any: {"bounds": [B, H or 1, blocks,
+    2 or 4]}.
 
     mine, others: names of the segments of the blocks' side and of the other; table: `prior_table`, for the gates.
     """

@@ -185,10 +185,15 @@ class Spec:
         full_start = start if low_full is None else _clip(self._floor(low_full + step - 1, step), start, full_stop)
         return start, full_start, full_stop, stop
 
-    def within(self, bounds: Any, batch: Array, head: Array, block: Array, walk: tuple[Array, ...]) -> Any:
-        """A walk over tiles narrowed to the block's bounds; with segments every tile that is left is masked.
+    @property
+    def unmasked(self) -> bool:
+        """Are there tiles without a mask: gates beside segments have none, see `near_gates`."""
+        return not (self.gates and self.segments)
 
-        bounds: int32 [B, heads or 1, blocks, 2] in global memory, see `segment_bounds` and `keep_bounds`.
+    def within(self, bounds: Any, batch: Array, head: Array, block: Array, walk: tuple[Array, ...]) -> Any:
+        """A walk over tiles narrowed to the block's bounds, and its tiles without a mask to those of one segment.
+
+        bounds: int32 [B, heads or 1, blocks, 2 or 4] in global memory, see `segment_bounds` and `keep_bounds`.
         """
         if not self.segments and not self.skip:
             return walk
@@ -196,9 +201,13 @@ class Spec:
         row = head if self.skip else head * 0
         start = _clip(bounds[batch, row, block, 0], start, stop)
         stop = _clip(bounds[batch, row, block, 1], start, stop)
-        if self.segments:
+        if not self.unmasked:
             return start, start, start, stop
-        return start, _clip(full_start, start, stop), _clip(full_stop, start, stop), stop
+        if self.segments:
+            full_start = lax.max(full_start, bounds[batch, row, block, 2])
+            full_stop = lax.min(full_stop, bounds[batch, row, block, 3])
+        full_start = _clip(full_start, start, stop)
+        return start, full_start, _clip(full_stop, full_start, stop), stop
 
     def _floor(self, x: Array, step: int) -> Array:
         """x // step, also for negative x."""
@@ -207,22 +216,29 @@ class Spec:
 
 
 def segment_bounds(ids: Array, others: Array, rows: int, step: int) -> Array:
-    """First tile, and one past the last, of `step` others that may share a segment with each block of `rows` ids.
+    """Tiles of `step` others for each block of `rows` ids, int32 [B, 1, blocks, 4]: the first, and one past the last,
+    that may share a segment with it; the same of a run of tiles that are of one segment with all of it (empty: none).
 
-    ids [B, n], others [B, m] int32, negative: padding. Returns int32 [B, 1, blocks, 2]. Tiles are compared by their
-    least and greatest id, so nothing that is shared is missed, and little else is kept where ids grow along the row.
+    ids [B, n], others [B, m] int32, negative: padding. Tiles are compared by their least and greatest id, so nothing
+    that is shared is missed, and little else is kept where ids grow along the row.
     """
 
-    def ends(x: Array, size: int) -> tuple[Array, Array]:
+    def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
         tiles = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-1).reshape(x.shape[0], -1, size)
-        return jnp.where(tiles < 0, jnp.iinfo(jnp.int32).max, tiles).min(-1), tiles.max(-1)
+        least, greatest = jnp.where(tiles < 0, jnp.iinfo(jnp.int32).max, tiles).min(-1), tiles.max(-1)
+        return least, greatest, jnp.where(tiles.min(-1) == greatest, greatest, -1)
 
-    (low, high), (other_low, other_high) = ends(ids, rows), ends(others, step)
+    (low, high, only), (other_low, other_high, other_only) = ends(ids, rows), ends(others, step)
     shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
     last = shared.shape[2] - jnp.argmax(shared[:, :, ::-1], axis=2)
     some = shared.any(axis=2)
-    bounds = jnp.stack([jnp.where(some, jnp.argmax(shared, axis=2), 0), jnp.where(some, last, 0)], -1)
-    return bounds.astype(jnp.int32)[:, None]
+    one = (only[:, :, None] == other_only[:, None, :]) & (only >= 0)[:, :, None]
+    begin = jnp.argmax(one, axis=2)
+    broken = ~one & (jnp.arange(one.shape[2])[None, None, :] > begin[:, :, None])
+    end = jnp.where(broken.any(axis=2), jnp.argmax(broken, axis=2), one.shape[2])
+    inside = one.any(axis=2)
+    pairs = ((some, jnp.argmax(shared, axis=2)), (some, last), (inside, begin), (inside, end))
+    return jnp.stack([jnp.where(on, place, 0) for on, place in pairs], -1).astype(jnp.int32)[:, None]
 
 
 def _clip(x: Array, low: Array, high: Array) -> Array:

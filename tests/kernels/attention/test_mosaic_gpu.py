@@ -181,14 +181,18 @@ def test_segment_bounds_miss_nothing(n: int, m: int, rows: int, step: int, sort:
     draw = lambda size: np.array([[random.randint(-1, 3) for _ in range(size)] for _ in range(2)])
     ids, others = (np.sort(x, axis=1) if sort else x for x in (draw(n), draw(m)))
     bounds = np.asarray(segment_bounds(jnp.asarray(ids), jnp.asarray(others), rows, step))[:, 0]
-    assert bounds.shape == (2, -(-n // rows), 2)
+    assert bounds.shape == (2, -(-n // rows), 4)
     shared = (ids[:, :, None] == others[:, None, :]) & (ids[:, :, None] >= 0)
     for row in range(2):
-        for block, (start, stop) in enumerate(bounds[row]):
+        for block, (start, stop, whole, whole_stop) in enumerate(bounds[row]):
             tile = shared[row, block * rows : (block + 1) * rows]
             assert 0 <= start <= stop <= -(-m // step)
             assert not tile[:, : start * step].any()
             assert not tile[:, stop * step :].any()
+            assert 0 <= whole <= whole_stop <= m // step
+            assert tile[:, whole * step : whole_stop * step].all()
+            if (tile[:, : m // step * step].all() and m >= step) and len(tile) == rows:
+                assert (whole, whole_stop) == (0, m // step)
 
 
 @NEW_JAX
