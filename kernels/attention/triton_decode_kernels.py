@@ -188,7 +188,8 @@ def split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> No
         shrink, p = jnp.exp2(top - base), jnp.exp2(z - base[:, None])
         if spec.unseen:
             v = cleaned(v, jnp.broadcast_to(seen, z.shape))
-        acc = acc * shrink[:, None] + product(p.astype(v.dtype), v, (1, 0), spec.exact, spec.interpret)
+        exact = spec.exact and v.dtype == jnp.float32
+        acc = acc * shrink[:, None] + product(p.astype(v.dtype), v, (1, 0), exact, spec.interpret)
         return acc, new_top, total * shrink + p.sum(axis=1)
 
     start = jnp.full((padded,), -jnp.inf, jnp.float32)

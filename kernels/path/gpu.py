@@ -290,7 +290,7 @@ def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arr
 
 class Above(NamedTuple):
     """Gradients of what a level was given, or that the levels above leave behind: of queries and keys at the edges of
-    the children (bfloat16), of their products, and of the values so far (float32). None above the top."""
+    the children (bfloat16), of their products (float32), and of the values so far (bfloat16). None above the top."""
 
     q: Array | None
     k: Array | None
@@ -341,13 +341,14 @@ def _level_backward(
         dq = half(above.q, step.left, transposed=False, packed=False, plus=dq)
     dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
     dk = half(dkeys, step.runs, packed=True, joined=joined)
-    dv = rows(columns["v"], None, packed=True, dtype=jnp.float32, plus=above.v)
+    dv = half(columns["v"], None, packed=True, plus=above.v)
     small = {n: queries[n] for n in ("params", "sharpness") if n in queries}
     return Above(dq, dk, dp, dv), small | {n: columns[n] for n in ("columns",) if n in columns}
 
 
 def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any, back: Leaves) -> dict[str, Array]:
-    from kernels.path.gpu_blocks_backward import block_keys_backward, block_queries_backward
+    from kernels.path.gpu_blocks_backward import block_queries_backward
+    from kernels.path.gpu_keys_backward import block_keys_backward
 
     heads, kv_heads = x["q"].shape[2], x["k"].shape[2]
     if back["dq0"] is None:  # a row of one block
@@ -373,10 +374,11 @@ def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any
     """The cotangent of x. sums: the levels' parts; dv: of the values, from all levels, or None."""
     out: Leaves = dict.fromkeys(x)
     out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_sum"], "beta": _heads_first(grads["dbeta"])}
-    out["v"] = (grads["dv"] if dv is None else grads["dv"] + dv).astype(x["v"].dtype)
+    own = grads["dv"].astype(jnp.float32)
+    out["v"] = (own if dv is None else own + dv.astype(jnp.float32)).astype(x["v"].dtype)
     if x["params"] is not None:
         pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]
-        (own,) = pull(grads["dbias"].sum((0, 2)))
+        (own,) = pull(grads["dbias"])
         out["params"] = jax.tree.map(lambda *parts: sum(parts), own, *[s["params"] for s in sums])
     if x["sharpness"] is not None:
         out["sharpness"] = _heads_first(grads["dsharpness"]) + sum(s["sharpness"] for s in sums)

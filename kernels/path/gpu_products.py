@@ -13,11 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.path.gpu_blocks import F16, F32, Split, dot3, identity, joined, split
-from kernels.path.gpu_blocks_backward import Scaled
+from kernels.path.gpu_blocks import F16, F32, Split, dot3, joined, split
+from kernels.path.gpu_gradients import Scaled
 from kernels.path.levels import Level
 
 Array = jax.Array
+ROWS = 64  # of a chain, in one program: its rows do not meet
 
 
 def _specs(kinds: list[int | None], chains: int, dim: int) -> list[pl.BlockSpec]:
@@ -40,38 +41,41 @@ def runs(p: Split, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
     r = level.radix
     grouped = [x.reshape(batch, heads, -1, r, dim, dim) for x in p]
     parents, chains = grouped[0].shape[2], r - 1 if top else r
-    count = level.pairs if top else level.pairs + r
+    count, parts = level.pairs if top else level.pairs + r, dim // ROWS
 
     def body(p_ref: Any, low_ref: Any, runs_ref: Any, left_ref: Any, whole_ref: Any, whole_low_ref: Any) -> None:
-        a = lax.rem(pl.program_id(2), jnp.int32(chains)) + 1
-        first = lax.div(a * (a - 1), jnp.int32(2))
+        a = lax.rem(lax.div(pl.program_id(2), jnp.int32(parts)), jnp.int32(chains)) + 1
+        first, start = lax.div(a * (a - 1), jnp.int32(2)), lax.rem(pl.program_id(2), jnp.int32(parts)) * ROWS
+        rows = pl.ds(start, ROWS)
+        row, col = (lax.broadcasted_iota(jnp.int32, (ROWS, dim), axis) for axis in (0, 1))
+        eye = jnp.where(row + start == col, F32(1), F32(0)).astype(F16)
 
         def step(n: Array, run: Array) -> Array:
             c = a - 2 - n
-            runs_ref[first + c] = run.astype(F16)
+            runs_ref[first + c, rows, :] = run.astype(F16)
             return dot3(run, (p_ref[c], low_ref[c]))
 
-        runs_ref[first + a - 1] = identity(dim).astype(F16)
-        run = lax.fori_loop(0, a - 1, step, joined((p_ref[a - 1], low_ref[a - 1])))
+        runs_ref[first + a - 1, rows, :] = eye
+        run = lax.fori_loop(0, a - 1, step, joined((p_ref[a - 1, rows, :], low_ref[a - 1, rows, :])))
         if not top:
 
             @pl.when(a < r)
             def _left() -> None:
-                left_ref[a] = run.astype(F16)
+                left_ref[a, rows, :] = run.astype(F16)
 
             @pl.when(a == r)
             def _whole() -> None:
-                left_ref[0] = identity(dim).astype(F16)
-                whole_ref[...], whole_low_ref[...] = split(run)
+                left_ref[0, rows, :] = eye
+                whole_ref[rows, :], whole_low_ref[rows, :] = split(run)
 
     shape = lambda n, dtype: jax.ShapeDtypeStruct((batch, heads, parents, *n, dim, dim), dtype)
     made, left, high, low = pl.pallas_call(
         body,
-        grid=(batch, heads, parents * chains),
-        in_specs=_specs([r, r], chains, dim),
-        out_specs=_specs([count, r, None, None], chains, dim),
+        grid=(batch, heads, parents * chains * parts),
+        in_specs=_specs([r, r], chains * parts, dim),
+        out_specs=_specs([count, r, None, None], chains * parts, dim),
         out_shape=(shape((count,), F16), shape((r,), F16), shape((), F16), shape((), F16)),
-        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="path_runs",
     )(*grouped)
@@ -84,52 +88,77 @@ def runs_backward(
     """Gradient in p, shaped like it, from those of `runs`: druns of the pairs; above, None at the top level: of the
     last radix runs, of left and of whole. p: the first of its two parts.
 
-    Chain a hands Γ back from its end: dP_c += R_acᵀ Γ, Γ ← Γ P_cᵀ + dR_ac for c = 0 … a − 1. Chains write their parts
-    apart, which are then added in a fixed order.
+    Chain a hands Γ back from its end: dP_c += R_acᵀ Γ, Γ ← Γ P_cᵀ + dR_ac for c = 0 … a − 1. One kernel walks the
+    chains and leaves every Γ, float16 times a power of two per 64 rows; the other adds for every child.
     """
     batch, heads, _, dim, _ = p.shape
-    r = level.radix
+    r, parts = level.radix, dim // ROWS
     grouped = p.reshape(batch, heads, -1, r, dim, dim)
     parents, top = grouped.shape[2], above is None
     chains, count = (r - 1 if top else r), made.shape[3]
+    shape = lambda *last, dtype=F32: jax.ShapeDtypeStruct((batch, heads, parents, *last), dtype)
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
 
-    def body(p_ref: Any, runs_ref: Any, druns_ref: Any, *refs: Any) -> None:
-        out_ref = refs[-1]
-        a = lax.rem(pl.program_id(2), jnp.int32(chains)) + 1
+    def walk(p_ref: Any, druns_ref: Any, *refs: Any) -> None:
+        gamma_ref, size_ref = refs[-2:]
+        a = lax.rem(lax.div(pl.program_id(2), jnp.int32(parts)), jnp.int32(chains)) + 1
         first = lax.div(a * (a - 1), jnp.int32(2))
+        rows = pl.ds(lax.rem(pl.program_id(2), jnp.int32(parts)) * ROWS, ROWS)
         if top:
-            start = jnp.zeros((dim, dim), F32)
+            start = jnp.zeros((ROWS, dim), F32)
         else:
-            _, dleft_ref, dwhole_ref = refs[:3]
-            start = jnp.where(a < r, dleft_ref[jnp.minimum(a, r - 1)], dwhole_ref[...])
+            start = jnp.where(a < r, refs[1][jnp.minimum(a, r - 1), rows, :], refs[2][rows, :])
 
         def step(c: Array, gamma: Array) -> Array:
             scaled = Scaled.of(gamma)
-            out_ref[first + c] = scaled.under(runs_ref[first + c])
-            own = druns_ref[jnp.minimum(first + c, level.pairs - 1)]
+            gamma_ref[first + c, rows, :] = scaled.part
+            size_ref[first + c, rows] = jnp.broadcast_to(scaled.size, (ROWS,))
+            own = druns_ref[jnp.minimum(first + c, level.pairs - 1), rows, :]
             if not top:
-                own = jnp.where(a < r, own, refs[0][c])
+                own = jnp.where(a < r, own, refs[0][c, rows, :])
             return scaled.times(p_ref[c], tb=True) + own
 
         lax.fori_loop(0, a, step, start)
 
-    arrays: list[Array] = [grouped, made, druns]
-    kinds: list[int | None] = [r, count, level.pairs]
+    arrays: list[Array] = [grouped, druns]
+    kinds: list[int | None] = [r, level.pairs]
     if above is not None:
         arrays, kinds = [*arrays, *above], [*kinds, r, r, None]
-    parts = pl.pallas_call(
-        body,
-        grid=(batch, heads, parents * chains),
-        in_specs=_specs(kinds, chains, dim),
-        out_specs=_specs([count], chains, dim)[0],
-        out_shape=jax.ShapeDtypeStruct((batch, heads, parents, count, dim, dim), F32),
-        compiler_params=pltriton.CompilerParams(num_warps=dim // 16, num_stages=1),
+    each = chains * parts
+    line = pl.BlockSpec((None, None, None, count, dim), lambda b, h, i: (b, h, i // each, 0, 0))
+    gammas, sizes = pl.pallas_call(
+        walk,
+        grid=(batch, heads, parents * each),
+        in_specs=_specs(kinds, each, dim),
+        out_specs=[*_specs([count], each, dim), line],
+        out_shape=(shape(count, dim, dim, dtype=F16), shape(count, dim)),
+        compiler_params=params,
         interpret=interpret,
-        name="path_runs_backward",
+        name="path_runs_walk",
     )(*arrays)
-    last = chains
-    part = lambda a, c: parts[:, :, :, a * (a - 1) // 2 + c]
-    sums = [sum(part(a, c) for a in range(c + 1, last + 1)) for c in range(last)]
-    if top:
-        sums.append(jnp.zeros_like(grouped[:, :, :, 0]))
-    return jnp.stack(sums, axis=3).reshape(p.shape)
+
+    def add(runs_ref: Any, gamma_ref: Any, size_ref: Any, out_ref: Any) -> None:
+        child = lax.rem(lax.div(pl.program_id(2), jnp.int32(parts)), jnp.int32(r))
+        rows = pl.ds(lax.rem(pl.program_id(2), jnp.int32(parts)) * ROWS, ROWS)
+
+        def one(n: Array, total: Array) -> Array:
+            a, here = child + 1 + lax.div(n, jnp.int32(parts)), pl.ds(lax.rem(n, jnp.int32(parts)) * ROWS, ROWS)
+            pair = lax.div(a * (a - 1), jnp.int32(2)) + child
+            scaled = Scaled(gamma_ref[pair, here, :], jnp.max(size_ref[pair, here]))
+            return total + scaled.under(runs_ref[pair, here, rows])
+
+        zeros = jnp.zeros((ROWS, dim), F32)
+        out_ref[child, rows, :] = lax.fori_loop(0, (chains - child) * parts, one, zeros)
+
+    each = r * parts
+    line = pl.BlockSpec((None, None, None, count, dim), lambda b, h, i: (b, h, i // each, 0, 0))
+    return pl.pallas_call(
+        add,
+        grid=(batch, heads, parents * each),
+        in_specs=[*_specs([count, count], each, dim), line],
+        out_specs=_specs([r], each, dim)[0],
+        out_shape=shape(r, dim, dim),
+        compiler_params=params,
+        interpret=interpret,
+        name="path_runs_add",
+    )(made, gammas, sizes).reshape(p.shape)

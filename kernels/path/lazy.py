@@ -21,13 +21,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels import backends
 from kernels.attention.api import DistancePrior
-from kernels.attention.call import check_prior
+from kernels.attention.call import Call, check_prior
 from kernels.attention.checks import check_flag, check_scale
+from kernels.path import lazy_xla
 from kernels.path.call import blank, check_rows
 from kernels.path.decode import check_past, check_tokens, merge, move_keys, reflect, sums_after
 
 Array = jax.Array
+BACKENDS: dict[str, str] = {"xla": "kernels.path.lazy_xla", "triton_decode": "kernels.attention.triton_decode"}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton_decode", "xla"), "tpu": ("xla",)}
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +88,7 @@ def lazy_token(
     sharpen_prior: bool = True,
     scale: float | None = None,
     window: int = 32,
+    implementation: str | None = None,
 ) -> tuple[Array, Array, Pending]:
     """Attend with one new token per row to all tokens before and to itself, and put its key into the cache.
 
@@ -91,6 +96,8 @@ def lazy_token(
     [B, 1, Hkv, Dv], beta [B, 1, Hkv], log_gates, sharpness [B, 1, H], positions, segment_ids [B, 1] and the options as
     there. past_v, past_positions, past_segment_ids and past_log_gates [B, S, …] hold the new token already, at slot
     `start` (int32 scalar, less than S); past_k is as the last step left it. window: tokens between two folds.
+    implementation: a name in BACKENDS for the attention to the cache, or None for the best one that supports the call
+    ("triton_decode" splits long caches over the GPU); a named one never falls back.
 
     Returns (o [B, 1, H, Dv] in q's dtype, past_k with the token's key, what is pending). Raises ValueError or TypeError
     that names the argument, its value and what would be right.
@@ -126,15 +133,50 @@ def lazy_token(
     after = None
     if past_log_gates is not None:
         after = gate_factor * sums_after(blank(past_segment_ids, past_log_gates))
-    logits = _Logits(prior, sharpness, check_flag("sharpen_prior", sharpen_prior), factor, positions, segment_ids)
     index = jnp.arange(slots)
     old = jnp.where((index < pending.folded)[None, :], past_segment_ids, -1)
     new = jnp.where(((first + jnp.arange(size)) >= pending.folded)[None, :], here(past_segment_ids), -1)
-    before = logits.attend(old_q.reshape(q.shape), past_k, past_v, past_positions, old, after)
-    since = logits.attend(
-        wide_q, here(past_k), here(past_v), here(past_positions), new, None if after is None else here(after)
+    options = (prior, sharpness, positions, segment_ids, factor, check_flag("sharpen_prior", sharpen_prior))
+    call = _call(old_q.reshape(q.shape), past_k, past_v, past_positions, old, after, *options)
+    before = backends.load(BACKENDS, backends.choose(BACKENDS, PREFERENCE, implementation, call)).attend(call)
+    gates = None if after is None else here(after)
+    recent_call = _call(wide_q, here(past_k), here(past_v), here(past_positions), new, gates, *options)
+    return merge(before, lazy_xla.attend(recent_call)).astype(q.dtype), past_k, replace(pending, m=m)
+
+
+def _call(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv_positions: Array,
+    kv_segments: Array,
+    after: Array | None,
+    prior: DistancePrior | None,
+    sharpness: Array | None,
+    positions: Array,
+    segment_ids: Array,
+    scale: float,
+    sharpen_prior: bool,
+) -> Call:
+    """One token against cached keys; after [B, S, H]: sums of the gates after each key, up to the token's own."""
+    zeros = None if after is None else jnp.zeros_like(after)
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        prior=prior,
+        gates=None if after is None or zeros is None else (zeros[:, :1], zeros[:, :1], -after, zeros),
+        sharpness=sharpness,
+        q_positions=positions,
+        kv_positions=kv_positions,
+        q_segments=segment_ids,
+        kv_segments=kv_segments,
+        causal=True,
+        window=None,
+        scale=scale,
+        sharpen_prior=sharpen_prior,
+        zero_lows=True,
     )
-    return merge(before, since).astype(q.dtype), past_k, replace(pending, m=m)
 
 
 def _transition(m: Array, w: Array, beta: Array) -> Array:
@@ -142,50 +184,3 @@ def _transition(m: Array, w: Array, beta: Array) -> Array:
     w = w[:, 0, :, None, :].astype(m.dtype)
     along = (m * w).sum(-1) * beta[:, 0, :, None].astype(m.dtype)
     return m - along[..., None] * w
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """One token against cached keys: products and sums that XLA turns into one pass over keys and one over values.
-
-    Not `attention`: it would bring float32 keys and 16-bit values to one type, a copy of the values at every token.
-    """
-
-    prior: DistancePrior | None
-    sharpness: Array | None  # [B, 1, H]
-    sharpen_prior: bool
-    scale: float
-    positions: Array  # [B, 1]
-    segment_ids: Array  # [B, 1]
-
-    def attend(
-        self, q: Array, k: Array, v: Array, positions: Array, segment_ids: Array, gates: Array | None
-    ) -> tuple[Array, Array]:
-        """(o [B, 1, H, Dv], lse [B, 1, H]) from q [B, 1, H, D], k, v [B, S, Hkv, ·], gates [B, S, H]: sums after."""
-        batch, slots, kv_heads, _ = k.shape
-        heads = q.shape[2]
-        grouped = q.reshape(batch, 1, kv_heads, heads // kv_heads, -1)
-        z = self.scale * (grouped * k[:, :, :, None, :].astype(q.dtype)).sum(-1).reshape(batch, slots, heads)
-        seen = (segment_ids == self.segment_ids) & (segment_ids >= 0) & (positions <= self.positions)
-        z = jnp.where(seen[:, :, None], self._add(z, jnp.where(seen, positions - self.positions, -1), gates), -jnp.inf)
-        top = z.max(1, keepdims=True)
-        p = jnp.exp(z - jnp.where(top == -jnp.inf, 0, top))
-        total = p.sum(1)
-        some = total > 0
-        safe = jnp.where(some, total, 1)
-        share = p.reshape(batch, slots, kv_heads, -1, 1)
-        values = jnp.where(seen[:, :, None, None], v.astype(q.dtype), 0)[:, :, :, None, :]  # 0 · NaN of an empty slot
-        o = (share * values).sum(1).reshape(batch, 1, heads, -1) / safe[:, None, :, None]
-        return o, jnp.where(some, top[:, 0] + jnp.log(safe), -jnp.inf)[:, None]
-
-    def _add(self, z: Array, distance: Array, gates: Array | None) -> Array:
-        """Prior, gates and sharpness for z [B, S, H] at distances [B, S]."""
-        bias: Any = jnp.zeros((), z.dtype)
-        if self.prior is not None:
-            value = jax.vmap(self.prior.log_prior, in_axes=(0, None))(self.prior.params, distance)
-            bias = jnp.moveaxis(value, 0, 2).astype(z.dtype)
-        if gates is not None:
-            bias = bias + gates.astype(z.dtype)
-        if self.sharpness is None:
-            return z + bias
-        return self.sharpness * (z + bias) if self.sharpen_prior else self.sharpness * z + bias

@@ -248,6 +248,47 @@ def test_lazy_decode_over_hundreds_of_tokens_in_float32() -> None:
     assert relative_rms(o[:, 300:], want[:, 300:]) < 5e-6
 
 
+def test_lazy_decode_splits_a_long_cache_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 keys and 16-bit values through the split-K kernel of attention, interpreted: the numbers of "xla"."""
+    from kernels.attention import triton_decode
+
+    rng, slots, used = np.random.default_rng(0), 400, 350
+    normal = lambda *shape, dtype=np.float32: jnp.asarray(rng.normal(size=shape), dtype)
+    bf16 = jnp.bfloat16
+    w = rng.normal(size=(BATCH, 1, 2, 16))
+    w = jnp.asarray(w / np.linalg.norm(w, axis=-1, keepdims=True), np.float32)
+    new = {n: normal(BATCH, 1, heads, 16, dtype=bf16) for n, heads in (("q", 4), ("k", 2), ("v", 2))}
+    cache: Row = {"past_k": normal(BATCH, slots, 2, 16), "past_v": normal(BATCH, slots, 2, 16, dtype=bf16)}
+    cache["past_log_gates"] = jnp.asarray(rng.uniform(-0.02, 0, (BATCH, slots, 4)), np.float32)
+    cache["past_positions"] = jnp.broadcast_to(jnp.arange(slots), (BATCH, slots))
+    ids = jnp.broadcast_to(jnp.where(jnp.arange(slots) <= used, 0, -1), (BATCH, slots)).at[1, :40].set(-1)
+    options = {
+        "positions": jnp.full((BATCH, 1), used),
+        "segment_ids": jnp.zeros((BATCH, 1), jnp.int32),
+        "past_segment_ids": ids,
+        "log_gates": cache["past_log_gates"][:, used : used + 1],
+        "sharpness": jnp.asarray(rng.uniform(0.5, 2, (BATCH, 1, 4)), np.float32),
+        "prior": DistancePrior(PRIORS["ggd"][1](rng, 4), PRIORS["ggd"][0]),
+        "pending": Pending(normal(BATCH, 2, 16, 16) / 4, jnp.int32(330)),
+    }
+
+    def step(implementation: str | None) -> Any:
+        beta = jnp.full(w.shape[:3], 1.7)
+        return lazy_token(
+            *new.values(), w, beta, start=jnp.int32(used), **cache, **options, implementation=implementation
+        )
+
+    plan, called = triton_decode.make_plan, []
+    monkeypatch.setattr(triton_decode, "make_plan", lambda call: called.append(0) or plan(call, interpret=True))
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+        step("triton_decode")
+    monkeypatch.setattr(triton_decode, "supports", lambda call: triton_decode.refusal(call, "9.0"))
+    got, want = step("triton_decode"), step(None)
+    assert len(called) == 1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.slow
 def test_lazy_decode_does_not_drift_over_4096_bfloat16_tokens() -> None:
     """bfloat16 queries, keys and values, beta from 1.9 to 2: the error of the last tokens is that of the first ones."""
