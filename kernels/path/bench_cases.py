@@ -134,8 +134,11 @@ def decode_inputs(length: int) -> tuple[Arrays, Arrays]:
     return cache, new
 
 
-def decode(lazy: bool, length: int) -> Callable[[Arrays, Arrays], Any]:
-    """All steps in one loop -> outputs [steps, B, 1, H, D]; lazy, or with the cache rewritten at every token."""
+def decode(lazy: bool, length: int, implementation: str | None = None) -> Callable[[Arrays, Arrays], Any]:
+    """All steps in one loop -> outputs [steps, B, 1, H, D]; lazy, or with the cache rewritten at every token.
+
+    implementation: of the lazy steps' attention to the cache.
+    """
 
     def step(carry: Any, token: Arrays) -> tuple[Any, Array]:
         cache, pending, start = carry
@@ -149,7 +152,9 @@ def decode(lazy: bool, length: int) -> Callable[[Arrays, Arrays], Any]:
         common: Arrays = {"positions": where, "segment_ids": ids, "past_segment_ids": seen}
         if lazy:
             cache = cache | {"past_v": write(cache["past_v"], token["v"])}
-            o, keys, pending = lazy_token(q, k, v, w, beta, pending=pending, start=start, **cache, **common)
+            o, keys, pending = lazy_token(
+                q, k, v, w, beta, pending=pending, start=start, implementation=implementation, **cache, **common
+            )
         else:
             o, keys, key = path_extend(q, k, v, w, beta, **cache, **common)
             keys, cache = write(keys, key), cache | {"past_v": write(cache["past_v"], token["v"])}

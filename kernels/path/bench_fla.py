@@ -3,6 +3,7 @@
 python -m kernels.path.bench_fla PART FOLDER      PART: fla:B,T,H,D:CASE or fla:checks
 """
 
+import functools
 import importlib
 import json
 import sys
@@ -41,6 +42,21 @@ def random_leaves(torch: Any, shape: tuple[int, ...], case: str) -> tuple[dict[s
     leaves["beta"] = torch.empty(batch, length, heads, device="cuda").uniform_(1.5, 2).requires_grad_()
     gates = torch.empty(batch, length, heads, device="cuda").uniform_(0.95, 1).log().requires_grad_()
     return leaves | ({"g": gates} if case == "path-fox" else {}), make(batch, length, heads, dim)
+
+
+TRIED = 4  # of the configurations that FLA's preparing kernels (running sums, W Wᵀ, its inverse) choose from themselves
+
+
+def thin_out(autotuner: Any) -> None:
+    """Let Triton's Autotuner try every n-th configuration, so that at most TRIED are compiled per kernel: all of them
+    take FLA minutes. The kernels that take nearly all of its time (`fla.ops.path_attn`) have one configuration."""
+    init = autotuner.__init__
+
+    @functools.wraps(init)
+    def thinned(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **options: Any) -> None:
+        init(self, fn, arg_names, configs[:: -(-len(configs) // TRIED)], *args, **options)
+
+    autotuner.__init__ = thinned
 
 
 def timed(torch: Any, run: Callable[[], Any]) -> dict[str, Any]:
@@ -111,6 +127,7 @@ def main() -> None:
     measure: Callable[[], Any] = lambda: ()
     try:
         torch = importlib.import_module("torch")
+        thin_out(importlib.import_module("triton.runtime.autotuner").Autotuner)
         attend = importlib.import_module("fla.ops.path_attn").parallel_path_attn
         if part == "checks":
             measure = check_rows(torch, attend, folder)

@@ -80,7 +80,9 @@ def decode(rows: list[Row]) -> list[str]:
         if r.get("pass") == "decode" and "ms" in r:
             ratio = r.get("ratio", {}).get("rewritten")
             gain = "1.00" if ratio is None else f"{ratio:.2f}"
-            out.append(f"| {r['T']} | {r['B']} | {r['case']} | {_ms(r)} | {r['tokens_per_s']:.0f} | {gain} |")
+            out.append(
+                f"| {r['T']} | {r['B']} | {r['case']}, {r['impl']} | {_ms(r)} | {r['tokens_per_s']:.0f} | {gain} |"
+            )
     return out
 
 

@@ -232,7 +232,7 @@ def test_benchmark_rows_become_tables(tmp_path: Path) -> None:
         {"case": "path", "impl": "fla", "pass": "fwd", "ms": 5.0} | size | times,
         {"case": "path", "impl": "fla", "pass": "fwd_bwd", "ms": 9.0} | size | times,
         {"case": "lazy", "impl": "xla", "pass": "decode", "ms": 2.0, "tokens_per_s": 9.0} | size | times,
-        {"case": "rewritten", "impl": "attention", "pass": "decode", "ms": 5.0, "tokens_per_s": 4.0} | size | times,
+        {"case": "rewritten", "impl": "triton_decode", "pass": "decode", "ms": 5.0, "tokens_per_s": 4.0} | size | times,
         {"case": "x", "impl": "mosaic_gpu", "pass": "check", "error": {"o": 1e-3}, "same_bits": True} | size,
         {"impl": "fla", "skipped": "ModuleNotFoundError: no fla"},
         {"case": "x", "impl": "fla", "pass": "check", "error": {"o": 2e-3}} | size,
@@ -254,7 +254,7 @@ def test_benchmark_rows_become_tables(tmp_path: Path) -> None:
     assert "| the rest | 0.01 |" in text
     assert "| x | 1, 256, 2, 64 | FLA | 2.0e-03 |" in text
     assert "FLA was skipped: ModuleNotFoundError: no fla." in text
-    assert "| 256 | 1 | lazy | 2.00 (1.00–3.00) | 9 | 2.50 |" in text
+    assert "| 256 | 1 | lazy, xla | 2.00 (1.00–3.00) | 9 | 2.50 |" in text
 
 
 def test_both_ways_of_the_decode_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
