@@ -23,6 +23,8 @@ from bampath.step import Declared, abstract_state, batch_loss, build_model, decl
 # time while it is worked off backward, and this part is kept where nothing is told to be recomputed. Chosen with
 # programs in which a TPU's compiler placed every buffer (docs/training.md).
 _WORKING_SHARE, _SAVED_SHARE = 0.6, 0.5
+# PaTH's kernels carry queries and keys from superblock to superblock and keep more than autodiff of the plain form.
+_PATH_WORKING_SHARE = 1.7
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,13 @@ def estimate(config: Config, declared: Declared, mesh: Mesh | None) -> Memory:
     whole_row = per_row if model.remat == "none" else saved_bytes(local, "none")
     head, gathered = _gathered_bytes(config, declared)
     share = _SAVED_SHARE if model.remat == "none" else 1.0
+    working = _PATH_WORKING_SHARE if has_path(config) else _WORKING_SHARE
     return Memory(
         state=sum(map(_local_bytes, jax.tree.leaves(state))),
         gradients=parameters,
         accumulated=parameters if config.train.accumulate > 1 else 0,
         saved=round(share * per_row * rows),
-        working=round(_WORKING_SHARE * whole_row * rows / model.layers),
+        working=round(working * whole_row * rows / model.layers),
         loss=loss_bytes(local, rows),
         head=head,
         gathered=gathered,
@@ -119,6 +122,13 @@ def saved_bytes(config: Config, remat: Any) -> float:
         return per_row(layers)
     one, two = per_row(period), per_row(2 * period)
     return one + (two - one) * (layers / period - 1)
+
+
+def has_path(config: Config) -> bool:
+    """Whether some layer's scheme multiplies keys by products of matrices (PaTH)."""
+    scheme = parse(config.model.position)
+    names = {scheme.at(layer).name for layer in range(config.model.layers)}
+    return any(part.partition("(")[0] == "path" for name in names for part in name.split("+"))
 
 
 def layer_period(config: Config) -> int:

@@ -36,6 +36,7 @@ def test_the_estimate_is_near_what_the_compiler_of_a_pod_placed(row):
     mesh = [f"mesh.{name}={size}" for name, size in row["mesh"].items()]
     keys = {
         "data.batch_size": "batch",
+        "data.sequence_length": "length",
         "train.accumulate": "accumulate",
         "model.remat": "remat",
         "model.dtype": "dtype",
@@ -72,6 +73,13 @@ def test_deep_models_are_traced_for_two_periods_only():
     assert memory.saved_bytes(config, "none") == memory._per_row(config, "none")
     assert memory.layer_period(small("model.layers=3")) == 1
     assert memory.layer_period(small("model.layers=3", "position=2*rope,nope")) == 3
+
+
+@pytest.mark.parametrize(
+    ("position", "found"), [("path(rank=full)+fox", True), ("3*rope,path", True), ("bam+ssmax", False), ("rope", False)]
+)
+def test_layers_with_products_are_seen(position, found):
+    assert memory.has_path(small(f"position={position}", "model.layers=4")) is found
 
 
 def test_what_is_saved_with_full_recomputation_is_the_stream_and_the_loss():
