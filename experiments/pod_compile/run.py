@@ -118,7 +118,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{found['collective_bytes_per_device'] / 2**20:,.0f}",
                 f"{low:.1f} – {high:.1f}",
                 f"{100 * found['mfu'][1]:.0f} – {100 * found['mfu'][0]:.0f} %",
-                f"{found['compile_s']:.0f}" + ", quick" * found.get("quick", False),
+                f"{found['compile_s']:.0f}" + ", least effort" * found.get("quick", False),
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
