@@ -208,15 +208,16 @@ class Study:
                 if now > self.seconds:
                     break
                 time.sleep(0.05)
-            for job in self.jobs:
+            late = [job for job in self.jobs if not job.over]
+            for job in late:
                 job.kill()
-            for job in self.jobs:
+            for job in late:
                 job.listener.join(5)
             for cell, _ in waiting:
                 self.say(f"{cell.name}: never started")
             for job in self.jobs:
                 if job.cell.name not in self.done:
-                    self._keep(job, "" if job.over else f"not reached in {self.seconds:g} s")
+                    self._keep(job, f"not done after {self.seconds:g} s" if job in late else "")
         return len({row["cell"] for row in self.kept if "failed" in row or not row.get("passed", True)})
 
     def _look(self) -> None:
