@@ -195,10 +195,9 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                     return lax.fori_loop(low, high, lambda i, c: tile_step(i, c, masked, dq_ref), dots)
 
                 dots: Any = tuple(ref[...] for ref in dot_refs)
-                if spec.window is not None or (spec.segments and spec.unmasked):
+                if spec.window is not None or spec.segments:
                     dots = run(start, full_start, dots, True)
-                if spec.unmasked:
-                    dots = run(full_start, full_stop, dots, False)
+                dots = run(full_start, full_stop, dots, False)
                 if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
                     dots = run(full_stop, stop, dots, True)
                 for ref, value in zip(dot_refs, dots, strict=True):

@@ -177,8 +177,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 gates: Any = (zeros(64, 8),) if spec.gates else ()
                 if spec.segments or spec.causal or spec.window is not None:
                     gates = run(start, full_start, gates, True)
-                if spec.unmasked:
-                    gates = run(full_start, full_stop, gates, False)
+                gates = run(full_start, full_stop, gates, False)
                 if spec.segments or spec.window is not None:
                     gates = run(full_stop, stop, gates, True)
                 if spec.gates:

@@ -148,7 +148,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
 
             def begins(masked: bool) -> bool:
                 """Do accumulators start with the offsets: with gates not where the tile before does not know which."""
-                return spec.offsets and (not spec.gates or spec.segments or not masked)
+                return spec.offsets and (not spec.gates or not masked)
 
             def tile_step(tile: Array, carry: Any, masked: bool) -> Any:
                 acc, m, l, *begin = carry
@@ -213,10 +213,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             pl.when(wg == 1)(take_turn)
             m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
             carry: Any = (zeros(64, d), m0, zeros(64))
-            if spec.window is not None or (spec.segments and spec.unmasked):
+            if spec.window is not None or spec.segments:
                 carry = run(start, full_start, carry, True)
-            if spec.unmasked:
-                carry = run(full_start, full_stop, carry, False)
+            carry = run(full_start, full_stop, carry, False)
             if spec.segments or spec.causal or spec.window is not None or spec.keys % step:
                 carry = run(full_stop, stop, carry, True)
             acc, m, l = carry[:3]

@@ -150,7 +150,8 @@ def bounds_of(
         parts.append(keep_bounds(spec, x, prior, tiles, mine == "q_segments"))
     if len(parts) == 2:
         start, stop = (f(*(p[..., n] for p in parts)) for n, f in enumerate((jnp.maximum, jnp.minimum)))
-        parts = [jnp.stack([start, stop], axis=-1)]
+        inside = jnp.broadcast_to(parts[0][..., 2:], (*start.shape, 2))
+        parts = [jnp.concatenate([start[..., None], stop[..., None], inside], axis=-1)]
     return {"bounds": parts[0]} if parts else {}
 
 

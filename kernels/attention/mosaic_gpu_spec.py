@@ -185,11 +185,6 @@ class Spec:
         full_start = start if low_full is None else _clip(self._floor(low_full + step - 1, step), start, full_stop)
         return start, full_start, full_stop, stop
 
-    @property
-    def unmasked(self) -> bool:
-        """Are there tiles without a mask: gates beside segments have none, see `near_gates`."""
-        return not (self.gates and self.segments)
-
     def within(self, bounds: Any, batch: Array, head: Array, block: Array, walk: tuple[Array, ...]) -> Any:
         """A walk over tiles narrowed to the block's bounds, and its tiles without a mask to those of one segment.
 
@@ -201,8 +196,6 @@ class Spec:
         row = head if self.skip else head * 0
         start = _clip(bounds[batch, row, block, 0], start, stop)
         stop = _clip(bounds[batch, row, block, 1], start, stop)
-        if not self.unmasked:
-            return start, start, start, stop
         if self.segments:
             full_start = lax.max(full_start, bounds[batch, row, block, 2])
             full_stop = lax.min(full_stop, bounds[batch, row, block, 3])
@@ -325,11 +318,11 @@ def gate_tile(spec: Spec, tiles: Tiles, rows: tuple[Array, Array], columns: tupl
 def near_gates(spec: Spec, tiles: Tiles, arrays: dict[str, Array], name: str, place: int) -> Array | None:
     """Gate sums less that at `place` (0 or −1) of their tile, over the scale: [B, H, padded length].
 
-    None where no tile goes without a mask. In a tile without one every query comes after every key, so a sum between
-    theirs, that of the tile's last key or first query, splits the difference into two of one sign: neither rounds more
-    than the whole may, and each needs only one number per row or column.
+    Only for tiles without a mask: every query comes after every key there, in one document, so a sum between theirs,
+    that of the tile's last key or first query, splits the difference into two of one sign: neither rounds more than the
+    whole may, and each needs only one number per row or column. None without gates.
     """
-    if not spec.gates or spec.segments:
+    if not spec.gates:
         return None
     high, low = (arrays[f"{name}_gate_{part}"] for part in ("hi", "lo"))
     chunks = lambda x: x.reshape(*x.shape[:2], -1, tiles.step)

@@ -18,7 +18,7 @@ CASES = (
          dtype="float16", options={"sharpen_prior": False}),
     Case("fox+bam+ssmax, window, fewer queries", 1, 140, 1, 64, "ggd", 1.0, True, S=280,
          dtype="float16", options={"window": 199}),
-    Case("fox+bam+ssmax, documents", 1, 200, 1, 64, "ggd", 1.0, True, documents=70, dtype="float16"),
+    Case("fox+bam+ssmax, documents", 1, 400, 1, 64, "ggd", 1.0, True, documents=290, dtype="float16"),
     Case("bam+ssmax, documents longer than tiles", 1, 400, 1, 64, "ggd", 1.0, documents=290, dtype="float16"),
     Case("alibi, not causal", 1, 130, 1, 64, "alibi", dtype="float16", options={"causal": False}),
 )  # fmt: skip
