@@ -75,19 +75,21 @@ class Part:
 
 
 def run_all(out: Path, commit: str | None, names: list[str], limit: float, missing: bool) -> int:
-    """Every part: checks while the timings compile, then the timings, one at a time; the number of failures."""
+    """Every part: checks while the timings compile, then the timings, one at a time; the number of failures.
+
+    A row takes the place of the one that `out` has of the same call; `missing`: such calls are not made.
+    """
     begin = time.time()
     env = environment(commit)
     run = f"{env['date']} {datetime.datetime.now():%H:%M}"
-    before = json.loads(out.read_text()) if missing and out.exists() else {"runs": {}, "rows": []}
-    report = {"runs": before["runs"] | {run: env}, "rows": before["rows"]}
+    before = json.loads(out.read_text()) if out.exists() else {"runs": {}, "rows": []}
     mine: list[dict[str, Any]] = []
     turn = threading.Lock()
 
     def record(row: dict[str, Any]) -> None:  # at once: a run that is stopped keeps what it has
         with turn:
-            mine.append(row)
-            write_whole(out, report | {"rows": before["rows"] + [row | {"run": run} for row in mine]})
+            mine.append(row | {"run": run})
+            write_whole(out, merged(before, mine, run, env))
 
     left = lambda share: max(0.0, begin + share * limit - time.time())
     with tempfile.TemporaryDirectory() as folder:
@@ -111,6 +113,21 @@ def run_all(out: Path, commit: str | None, names: list[str], limit: float, missi
     return failures + len(late)
 
 
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Which call a row is of."""
+    return tuple(
+        row.get(n) for n in ("case", "impl", "pass", "T", "tiles", "H", "Hkv", "D", "dtype", "causal", "documents")
+    )
+
+
+def merged(before: dict[str, Any], rows: list[dict[str, Any]], run: str, env: dict[str, Any]) -> dict[str, Any]:
+    """The report with `rows` in place of older ones of the same calls; every row names its run."""
+    again = {key_of(row) for row in rows}
+    kept = [row for row in before["rows"] if key_of(row) not in again]
+    runs = {name: of for name, of in before["runs"].items() if any(row["run"] == name for row in kept)}
+    return {"runs": runs | {run: env}, "rows": kept + rows}
+
+
 def write_whole(out: Path, report: dict[str, Any]) -> None:
     """Never half a file."""
     partial = out.with_name(out.name + ".partial")
@@ -122,9 +139,8 @@ def run_part(name: str, lock: Path, done: Path | None) -> None:
     """The process of one part. What takes times holds the lock meanwhile."""
     from kernels.lsh.bench_parts import PARTS, Compiling, words
 
-    key = lambda row: tuple(row.get(n) for n in ("case", "impl", "pass", "T", "tiles"))
-    have = {key(row) for row in json.loads(done.read_text())["rows"]} if done and done.exists() else set()
-    items = PARTS[name](lambda row: key(row) not in have)
+    have = {key_of(row) for row in json.loads(done.read_text())["rows"]} if done and done.exists() else set()
+    items = PARTS[name](lambda row: key_of(row) not in have)
     if isinstance(items, Compiling):
         threading.Thread(target=_announce, args=(items,), daemon=True).start()
         sys.stdin.readline()

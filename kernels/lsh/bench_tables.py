@@ -83,7 +83,7 @@ def name(case: str, impl: str) -> str:
 
 
 def times(rows: list[Row]) -> list[str]:
-    """Per pass a table over lengths: ms, and in parentheses how many times the exact kernel's time it goes into."""
+    """Per pass a table over lengths: ms, and in parentheses how many times the exact kernel's time of the same run."""
     found = timed(rows)
     lengths = sorted({key[3] for key in found})
     lines: list[str] = []
@@ -104,7 +104,9 @@ def _cell(found: dict[tuple[str, str, str, int], Row], case: str, impl: str, whi
         return "–"
     digits = 3 if row["ms"] < 10 else 1
     text = f"{row['ms']:.{digits}f}"
-    return text if exact is None or row is exact else f"{text} ({exact['ms'] / row['ms']:.1f}×)"
+    if exact is None or row is exact or row["run"] != exact["run"]:
+        return text  # a ratio is of one run
+    return f"{text} ({exact['ms'] / row['ms']:.1f}×)"
 
 
 def memory(rows: list[Row]) -> list[str]:

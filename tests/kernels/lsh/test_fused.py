@@ -13,8 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from kernels.attention.triton_gpu_kernels import Tiles
 from kernels.lsh import aot, api, gpu, reference, tpu
-from kernels.lsh.bench import DOCS
-from kernels.lsh.bench_tables import MARK, committed
+from kernels.lsh.bench import DOCS, merged
+from kernels.lsh.bench_tables import MARK, committed, times
 from kernels.lsh.call import Call, make_call
 from tests.helpers import relative_rms
 from tests.kernels.lsh.test_attention import Arrays, draw, grids, packed
@@ -201,3 +201,16 @@ def test_forward_and_backward_compile_for_tpus(case: aot.Case, topology: str) ->
 def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     shown = DOCS.read_text(encoding="utf-8").split(MARK[0] + "\n")[1].split("\n" + MARK[1])[0]
     assert shown == committed()
+
+
+def test_a_time_measured_again_replaces_the_old_one_and_ratios_are_of_one_run() -> None:
+    row = lambda case, impl, ms: {"case": case, "impl": impl, "pass": "fwd", "T": 1024, "ms": ms}
+    old = merged({"runs": {}, "rows": []}, [row("alibi", "mosaic_gpu", 4.0) | {"run": "a"}], "a", {"commit": "1"})
+    again = [row("alibi", "mosaic_gpu", 3.0), row("lsh, s = 5", "pallas_triton", 1.0)]
+    new = merged(old, [r | {"run": "b"} for r in again], "b", {"commit": "2"})
+    assert [r["ms"] for r in new["rows"]] == [3.0, 1.0]
+    assert list(new["runs"]) == ["b"]
+    assert "1.000 (3.0×)" in "\n".join(times(new["rows"]))
+    later = merged(new, [again[0] | {"run": "c"}], "c", {"commit": "3"})
+    assert list(later["runs"]) == ["b", "c"]
+    assert "×)" not in "\n".join(times(later["rows"]))
