@@ -131,7 +131,8 @@ def start(cell: Cell, gpus: tuple[int, ...], folder: Path, platform: str) -> Job
     if platform == "cpu":  # a rehearsal: as many CPU devices as GPUs
         env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.gpus), "XLA_FLAGS": ""}
     errors = folder / f"{cell.name.replace(' ', '-')}.err"
-    command = [*WORKER, cell.name]
+    # What takes long to compile makes way for what does not.
+    command = [*(("nice", "-n", "5") if cell.scheme.startswith("path") else ()), *WORKER, cell.name]
     with errors.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -147,14 +148,14 @@ def start(cell: Cell, gpus: tuple[int, ...], folder: Path, platform: str) -> Job
 
 
 def places(wanted: Sequence[Cell], gpus: int) -> list[tuple[int, ...]]:
-    """Which GPUs each cell has: cells of one size take turns over the machine."""
-    taken: dict[int, int] = {}
+    """Which GPUs each cell has: of the places for its size, the one with least to do so far."""
+    loads: dict[int, list[float]] = {}
     found = []
     for cell in wanted:
-        slots = gpus // cell.gpus
-        first = taken.get(cell.gpus, 0) % slots * cell.gpus
-        taken[cell.gpus] = taken.get(cell.gpus, 0) + 1
-        found.append(tuple(range(first, first + cell.gpus)))
+        load = loads.setdefault(cell.gpus, [0.0] * (gpus // cell.gpus))
+        place = load.index(min(load))
+        load[place] += cell.cost
+        found.append(tuple(range(place * cell.gpus, (place + 1) * cell.gpus)))
     return found
 
 

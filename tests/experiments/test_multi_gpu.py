@@ -56,10 +56,10 @@ def test_impossible_wishes_are_refused(arguments: list[str], message: str, monke
         run.main([*arguments, "--dry-run"])
 
 
-def test_cells_of_one_size_take_turns_over_the_gpus() -> None:
-    sizes = [1, 2, 1, 4, 2, 2, 1]
-    found = run.places([SimpleNamespace(gpus=n) for n in sizes], 4)  # type: ignore[misc]
-    assert found == [(0,), (0, 1), (1,), (0, 1, 2, 3), (2, 3), (0, 1), (2,)]
+def test_cells_of_one_size_share_the_gpus_by_what_they_cost() -> None:
+    sizes = [(1, 4.0), (2, 1.0), (1, 1.0), (4, 1.0), (2, 1.0), (2, 1.0), *[(1, 1.0)] * 3]
+    found = run.places([SimpleNamespace(gpus=n, cost=cost) for n, cost in sizes], 4)  # type: ignore[misc]
+    assert found == [(0,), (0, 1), (1,), (0, 1, 2, 3), (2, 3), (0, 1), (2,), (3,), (1,)]
 
 
 def test_nobody_overtakes_on_gpus_that_an_earlier_cell_waits_for() -> None:
