@@ -78,17 +78,18 @@ _FLIPFLOP_BUDGET = (
     *("optim.lr=0.0003", "optim.b2=0.999", "optim.weight_decay=0.1", "optim.warmup_steps=50"),
     *("data.batch_size=16", "train.steps=10000"),
 )
-# Word problems and recall: budgets that fit the device time, the same for all. Recall has the published shape (256
-# wide, 2 layers, 2 heads); of the word problems' models only the layers are published.
+# Word problems and recall: budgets that fit the device time, the same for all.
 _WORDS = (
     *("model.dim=128", "model.heads=4", "model.mlp_dim=256", "optim.lr=0.002", "optim.b2=0.999"),
     *("optim.weight_decay=0.01", "optim.warmup_steps=100", "data.batch_size=256", "train.steps=4000"),
 )
+# A quarter of the published keys and length, so that each key comes as often; two layers and two heads, as published.
 _RECALL = (
-    *("model.dim=256", "model.heads=2", "model.mlp_dim=512", "optim.lr=0.001", "optim.b2=0.999"),
-    *("optim.weight_decay=0.01", "optim.warmup_steps=100", "data.batch_size=16", "train.steps=3000"),
+    *("model.dim=128", "model.heads=2", "model.mlp_dim=256", "optim.lr=0.002", "optim.b2=0.999"),
+    *("optim.weight_decay=0.01", "optim.warmup_steps=100", "data.batch_size=32", "train.steps=2500"),
 )
-_MQAR = ("data.batch_size=64", "train.steps=2000")
+_PUBLISHED = ("model.dim=256", "model.mlp_dim=512", "optim.lr=0.001", "data.batch_size=16", "train.steps=3000")
+_MQAR = ("data.batch_size=64", "train.steps=1500")
 _FEW = ("path", "fox", "rope", "path+fox")
 
 
@@ -108,14 +109,17 @@ GPU = Study(
             overrides=(*RECIPE, *_FLIPFLOP, *_FLIPFLOP_BUDGET),
             sequences=(("", 1000), ("sparse", 20_000), ("dense", 3000)),
         ),
-        _words("words(s5,over=swaps)"),
-        _recall("mqrar(back=2)"),
+        _words("words(s5,over=swaps)", ("rope", "fox", "bam+ssmax", "path", "path+fox", "alibi", "nope")),
         _words("words(a5,over=cycles)", _FEW),
-        _recall("mqrar(back=1)", _FEW),
-        _recall("mqrar(back=3)", _FEW),
+        _recall(
+            "mqrar(back=2,keys=8,values=16,pairs=96)", ("path", "fox", "rope", "path+fox", "bam+ssmax", "alibi", "nope")
+        ),
+        _recall("mqrar(keys=8,values=16,pairs=96)", _FEW),
+        _recall("mqrar(back=3,keys=8,values=16,pairs=96)", _FEW),
+        _recall("mqrar(back=4,keys=8,values=16,pairs=96)", _FEW),
+        _recall("mqar", _FEW, _MQAR),
         _words("words(a5)", _FEW),
-        _recall("mqar(pairs=32,length=256)", changes=_MQAR),
-        _recall("mqrar(back=4)", _FEW),
+        _recall("mqrar(back=2)", _FEW, _PUBLISHED),
         _words("words(s5)", _FEW),
     ),
     seeds=(0, 1, 2),
