@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kernels.attention.bench_peers import SHAPES
 from kernels.attention.bench_tables import DOCS, RESULTS, tables
 
-PEER_PARTS = ("torch", "fla", "jax")
+PEER_PARTS = ("torch", *(f"fla-{n}" for n in range(len(SHAPES))), "jax")
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cuda-runtime", "numpy", "torch", "triton"),
     *("fla-core", "flash-linear-attention", "tokamax", "flash-attn3-jax"),
@@ -67,7 +68,10 @@ class Part:
     """A process that prepares, says READY, waits for a line and takes its times; its rows so far."""
 
     def __init__(self, name: str, module: str) -> None:
-        what = ["bench_peers", name] if name in PEER_PARTS else [module, "--part", name]
+        what = [module, "--part", name]
+        if name in PEER_PARTS:
+            peer, _, shape = name.partition("-")
+            what = ["bench_peers", peer, *([",".join(map(str, SHAPES[int(shape)]))] if shape else [])]
         command = [sys.executable, "-W", "ignore", "-m", f"kernels.attention.{what[0]}", *what[1:]]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the processes share the GPU's memory
         if name.startswith("checks"):  # nothing there is timed

@@ -90,6 +90,8 @@ CHECKS = (
     Case("one token", 1, 1, 2, 64, "ggd"),
     Case("one token per document", 1, 200, 2, 64, "ggd", 1.0, documents=1),
     Case("fox, some gates shut", 1, 400, 2, 64, gates=True, shut=True),
+    Case("bam+ssmax, documents of 400", 1, 900, 4, 64, "ggd", 1.0, documents=400),
+    Case("fox, documents of 400, head 128", 1, 900, 2, 128, gates=True, documents=400),
 )
 # What the portable kernels serve besides: explicit positions, head_dim 256, few queries on a cache.
 PORTABLE_CHECKS = (

@@ -16,7 +16,7 @@ def tables(report: dict[str, Any]) -> str:
     letters = dict(zip(report["runs"], "abcdefghijklmnopqrstuvwxyz", strict=False))
     runs = [f"{letter}: {name}, commit {report['runs'][name]['commit']}" for name, letter in letters.items()]
     head = [", ".join(known) + ".", "", f"Runs: {'; '.join(runs)}. Ratios are within a run.", ""]
-    return "\n".join([*head, *speed(rows, letters), "", *decode(rows), "", *checks(rows)])
+    return "\n".join([*head, *speed(rows, letters), "", *decode(rows, letters), "", *checks(rows, letters)])
 
 
 def label(row: Row) -> str:
@@ -57,12 +57,13 @@ def _times(row: Row, others: list[Row]) -> list[str]:
     return [shown, f"{row['tflops']:.0f}", f"{base[0]['ms'] / row['ms']:.2f}" if base else "–"]
 
 
-def decode(rows: list[Row]) -> list[str]:
-    copy = next((r["bandwidth"] for r in rows if r["pass"] == "copy" and "bandwidth" in r), None)
-    if copy is None:
+def decode(rows: list[Row], letters: dict[str, str]) -> list[str]:
+    copied = next((r for r in rows if r["pass"] == "copy" and "bandwidth" in r), None)
+    if copied is None:
         return []
+    copy = copied["bandwidth"]
     lines = [
-        f"Decode: copying 2 GiB reads and writes {copy / 1e12:.2f} TB/s.",
+        f"Decode, run {letters[copied['run']]}: copying 2 GiB reads and writes {copy / 1e12:.2f} TB/s.",
         "",
         "| case | B, S, H, Hkv, D | tokens | backend | µs per layer | K and V read, TB/s | of the copy |",
         "|---|---|---|---|---|---|---|",
@@ -76,11 +77,14 @@ def decode(rows: list[Row]) -> list[str]:
     return lines
 
 
-def checks(rows: list[Row]) -> list[str]:
+def checks(rows: list[Row], letters: dict[str, str]) -> list[str]:
     from kernels.attention.bench_cases import Case
     from kernels.attention.bench_parts import judged
 
-    lines = ["| check | backend | dtype | shape | largest error (of) | same bits twice |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| check | run | backend | dtype | shape | largest error (of) | same bits twice |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         if r["pass"] == "check" and "error" in r:
             documents = 1 if r["case"] == "one token per document" else 0
@@ -92,6 +96,7 @@ def checks(rows: list[Row]) -> list[str]:
             shape = f"{r['B']}, {r['T']}×{r['S']}, {r['H']}, {r['D']}"
             same = "yes" if r["deterministic"] else "no"
             lines.append(
-                f"| {r['case']} | {r['impl']} | {r['dtype']} | {shape} | {errors[worst]:.1e} ({worst}) | {same} |"
+                f"| {r['case']} | {letters[r['run']]} | {r['impl']} | {r['dtype']} | {shape} "
+                f"| {errors[worst]:.1e} ({worst}) | {same} |"
             )
     return lines

@@ -63,7 +63,7 @@ TRITON: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
 MOSAIC: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain": ("plain", ("2x128x2", "2x64x2", "2x64x3", "3x64x2")),
     "prior": ("bam+ssmax", ("2x128x2", "2x64x2", "2x64x2p", "3x64x2")),
-    "gates": ("fox, nothing to skip", ("2x128x2", "2x64x2", "2x64x3")),
+    "gates": ("fox, nothing to skip", ("2x128x2", "2x64x2")),
     "gates and more": ("bam+ssmax+fox", ("2x128x2", "2x64x2")),
 }
 # splits per multiprocessor, keys per step, warps, stages
