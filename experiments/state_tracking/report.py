@@ -15,7 +15,7 @@ from bampath.command import fail_gracefully
 from bampath.evaluation.intervals import over_seeds
 from bampath.evaluation.report import table
 from bampath.evaluation.state.tasks import parse_task
-from experiments.state_tracking.config import SOLVED, Study
+from experiments.state_tracking.config import SCHEMES, SOLVED, Study
 
 Row = dict[str, Any]
 INTERVAL = (
@@ -160,13 +160,15 @@ def time_table(rows: Sequence[Row]) -> str:
 
 
 def write_figures(folder: Path, results: dict[str, Any]) -> dict[str, Path]:
-    """One figure per task: wrong answers by depth for each test, one line per scheme (all seeds, fewest layers)."""
+    """One figure per task, one line per scheme, all seeds together: wrong answers by depth for each test (fewest
+    layers), or the words that are right by their length for each number of layers."""
     made = {}
     for trial in results["study"]["trials"]:
         rows = [r for r in results["rows"] if r["trained_on"] == trial["task"] and r["benchmark"] == "state"]
         if rows:
             name = "".join(c if c.isalnum() else "-" for c in trial["task"]).strip("-")
-            made[trial["task"]] = save(depth_figure(rows, trial["task"]), folder / f"{name}.png")
+            draw = length_figure if rows[0]["by_length"] else depth_figure
+            made[trial["task"]] = save(draw(rows, trial["task"]), folder / f"{name}.png")
     return made
 
 
@@ -177,21 +179,43 @@ def depth_figure(rows: Sequence[Row], title: str) -> Figure:
         figure = Figure(figsize=(3.4 * len(tests) + 1.4, 3.4), layout="constrained")
         panels = figure.subplots(1, len(tests), squeeze=False, sharey=True)[0]
         for panel, test in zip(panels, tests, strict=True):
-            for index, ((case,), own) in enumerate(_by([r for r in rows if r["test"] == test], "case").items()):
+            for (case,), own in _by([r for r in rows if r["test"] == test], "case").items():
                 least = min(row["layers"] for row in own)
                 points = _by_depth([row for row in own if row["layers"] == least])
-                look: dict[str, Any] = {
-                    "color": COLOURS[index % 8],
-                    "ls": DASHES[index % 8],
-                    "marker": MARKERS[index % 8],
-                }
-                panel.plot(list(points), [100 * p for p in points.values()], label=case, ms=4.5, lw=1.6, **look)
+                panel.plot(list(points), [100 * p for p in points.values()], **_look(case))
             panel.set_xscale("log", base=2)
             panel.set(title=test, xlabel="symbols since the evidence, up to")
         panels[0].set_ylabel("wrong answers (%)")
         panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
         figure.suptitle(title, fontsize=11)
     return figure
+
+
+def length_figure(rows: Sequence[Row], title: str) -> Figure:
+    """Share of the words whose products are all right up to each length, a panel per number of layers."""
+    depths = sorted({row["layers"] for row in rows})
+    with style():
+        figure = Figure(figsize=(3.1 * len(depths) + 1.6, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(depths), squeeze=False, sharey=True)[0]
+        for panel, layers in zip(panels, depths, strict=True):
+            for (case,), own in _by([row for row in rows if row["layers"] == layers], "case").items():
+                lengths = [entry["length"] for entry in own[0]["by_length"]]
+                panel.plot(lengths, [100 * _share(own, length) for length in lengths], **_look(case))
+            panel.axhline(100 * SOLVED, color="#777777", lw=0.8, ls=":")
+            panel.set(title=f"{layers} layer{'s' if layers > 1 else ''}", xlabel="letters", xticks=[1, 5, 10, 15, 20])
+            panel.set_xlim(0.4, lengths[-1] + 0.6)
+        panels[0].set_ylabel("words right up to this length (%)")
+        handles = [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+        named = {label: handle for handle, label in handles}
+        panels[-1].legend(named.values(), named.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.suptitle(f"{title}: a scheme that has solved it has no deeper model", fontsize=11)
+    return figure
+
+
+def _look(case: str) -> dict[str, Any]:
+    """The same colour, dash and marker for a scheme in every figure."""
+    index = SCHEMES.index(case) if case in SCHEMES else len(SCHEMES)
+    return {"label": case, "ms": 4.5, "lw": 1.6, "color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index]}
 
 
 def _by_depth(rows: Sequence[Row]) -> dict[int, float]:
