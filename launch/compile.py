@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for line in chosen:
         print(f"chosen: {line}")
-    compile_for = lambda one, quick: compile_step(one, devices, quick=quick)
-    row = check(config, chip, options.topology, compile_for, search=not options.no_search, full=options.full)
+    row = check(config, chip, options.topology, compiler(devices), search=not options.no_search, full=options.full)
     print(report(row))
     if options.output:
         options.output.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
@@ -96,6 +96,25 @@ def resolve(name: str, overrides: Sequence[str], devices: int) -> tuple[Config, 
             raise ValueError(f"data.batch_size={base.data.batch_size} is not divisible by the {spread} of the mesh")
         chosen.append(f"data.batch_size={rows}")
     return configs.get(name, *overrides, *chosen), chosen
+
+
+def compiler(devices: list[Any]) -> Compile:
+    """Compile for `devices`, and say on stderr what is compiled and what came of it: a search has several."""
+
+    def compile_for(config: Config, quick: bool) -> Program:
+        start = time.monotonic()
+        say = lambda text, **how: print(text, file=sys.stderr, flush=True, **how)
+        say(f"compiling   {rows_of(config)} rows per chip{', with the least effort' * quick}", end=": ")
+        try:
+            program = compile_step(config, devices, quick=quick)
+        except DoesNotFit as error:
+            size = "an unknown amount" if error.wanted is None else f"{error.wanted / GIB:.2f} GiB"
+            say(f"needs {size}, does not fit ({time.monotonic() - start:.0f} s)")
+            raise
+        say(f"{program.peak_bytes / GIB:.2f} GiB ({time.monotonic() - start:.0f} s)")
+        return program
+
+    return compile_for
 
 
 def check(

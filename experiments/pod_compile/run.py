@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from launch.chips import GIB, chip_of
-from launch.compile import check, report, resolve
-from launch.program import compile_step, topology_devices
+from launch.compile import check, compiler, report, resolve
+from launch.program import topology_devices
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
@@ -67,8 +67,7 @@ def run(case: Case, full: bool = False) -> dict[str, Any]:
     """One row of results. full: compiled as a run does it, not with the least effort (`launch.compile`)."""
     devices = topology_devices(case.topology)
     config, chosen = resolve(case.config, case.overrides, len(devices))
-    compile_for = lambda one, quick: compile_step(one, devices, quick=quick)
-    row = check(config, chip_of(case.topology), case.topology, compile_for, search=True, full=full)
+    row = check(config, chip_of(case.topology), case.topology, compiler(devices), search=True, full=full)
     return {"case": case.name, "config": case.config, "overrides": [*case.overrides, *chosen], **row}
 
 

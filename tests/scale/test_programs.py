@@ -274,6 +274,18 @@ def test_what_a_compiler_says_it_needs_is_read(message: str, gibibytes: float | 
     assert wanted_bytes(message) == (None if gibibytes is None else gibibytes * 2**30)
 
 
+def test_what_is_compiled_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def compile_step(config, devices, quick):  # type: ignore[no-untyped-def]
+        return compile_up_to(7, [])(config, quick)
+
+    monkeypatch.setattr(command, "compile_step", compile_step)
+    config, _ = command.resolve("bam-120m", ["data.batch_size=256", "mesh.data=16"], 16)
+    command.check(config, chip_of("v5e:4x4"), "v5e:4x4", command.compiler([]), search=True)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "compiling   16 rows per chip, with the least effort: needs 20.00 GiB, does not fit (0 s)"
+    assert "compiling   7 rows per chip, with the least effort: 1.00 GiB (0 s)" in said
+
+
 def test_a_report_of_a_real_program() -> None:
     config = small("position=bam+ssmax", *MESHES["2×4"])
     row = command.check(config, chip_of("v6e:2x4"), "v6e:2x4", lambda _, quick: program("2×4"), search=False)
