@@ -47,7 +47,7 @@ def keep_bounds(spec: Spec, x: dict[str, Any], prior: Array | None, tiles: Tiles
     own = q_sum - k_sum[:, shift:]
     norm = lambda y, length: jnp.sqrt(jnp.square(y[:, :length].astype(jnp.float32)).sum(-1))
     longest = jnp.repeat(norm(x["k"], spec.keys).max(1), spec.group, axis=1)[:, None]  # [B, 1, H]
-    r = jnp.ones_like(q_sum) if x["sharpness"] is None else x["sharpness"]
+    r = jnp.ones((1, 1, 1)) if x["sharpness"] is None else x["sharpness"]
     spread = jnp.zeros((1, 1, 1)) if prior is None else (prior.max(1) - prior[:, spec.origin])[None, None, :]
     outer = r if spec.sharpen_prior else jnp.ones_like(r)
     mine = jnp.repeat(x["k"][:, shift : spec.keys].astype(jnp.float32), spec.group, axis=2)
