@@ -75,7 +75,7 @@ def report(results: dict[str, Any], figures: dict[str, Path]) -> str:
         if trial["task"].startswith("fflm"):
             parts += [_paper_note()]
         if trial["task"].startswith("words"):
-            parts += [layers_table(rows, trial["depths"])]
+            parts += [reach_table(rows, trial["depths"]), layers_table(rows, trial["depths"])]
         if trial["task"] in figures:
             parts += [f"![{trial['task']}](figures/{figures[trial['task']].name})"]
         parts += [time_table(rows)]
@@ -134,7 +134,8 @@ def errors_table(rows: Sequence[Row]) -> str:
 
 
 def layers_table(rows: Sequence[Row], depths: Sequence[int]) -> str:
-    """The least number of layers with which more than 90 % of the words are right, by length of the word."""
+    """The least number of layers with which more than 90 % of the words are right, all seeds together, by length of the
+    word; and how many of the seeds are above that mark by themselves, at this depth or at the deepest there is."""
     scored = [row for row in rows if row["benchmark"] == "state"]
     lengths = [entry["length"] for entry in scored[0]["by_length"]]
     shown = [n for n in lengths if n % 5 == 0 or n == lengths[-1]]
@@ -142,11 +143,30 @@ def layers_table(rows: Sequence[Row], depths: Sequence[int]) -> str:
     for (case,), own in _by(scored, "case").items():
         cells = []
         for length in shown:
-            enough = [n for (n,), some in sorted(_by(own, "layers").items()) if _share(some, length) > SOLVED]
-            cells.append(str(enough[0]) if enough else f"> {max(row['layers'] for row in own)}")
+            models = dict(sorted((n, some) for (n,), some in _by(own, "layers").items()))
+            enough = [n for n, some in models.items() if _share(some, length) > SOLVED]
+            shown_at = models[enough[0] if enough else max(models)]
+            seeds = sum(_share([row], length) > SOLVED for row in shown_at)
+            cells.append(f"{enough[0] if enough else f'> {max(models)}'} ({seeds} of {len(shown_at)})")
         body.append([f"`{case}`", *cells])
     head = ["scheme", *(f"{n} letters" for n in shown)]
-    return f"Least layers (of {list(depths)}) with over 90 % of the words right:\n\n{table(head, body)}"
+    return (
+        f"Least layers (of {list(depths)}) with over 90 % of the words right, all seeds together, and how many seeds "
+        f"are above that by themselves:\n\n{table(head, body)}"
+    )
+
+
+def reach_table(rows: Sequence[Row], depths: Sequence[int]) -> str:
+    """The longest words of which more than 90 % are right, all seeds together, by the number of layers."""
+    scored = [row for row in rows if row["benchmark"] == "state"]
+    body = []
+    for (case,), own in _by(scored, "case").items():
+        models = {n: some for (n,), some in _by(own, "layers").items()}
+        lengths = [entry["length"] for entry in own[0]["by_length"]]
+        reached = lambda some, lengths=lengths: max((n for n in lengths if _share(some, n) > SOLVED), default=0)
+        body.append([f"`{case}`", *(f"{reached(models[n])}" if n in models else "" for n in depths)])
+    head = ["scheme", *(f"{n} layer{'s' if n > 1 else ''}" for n in depths)]
+    return f"Letters up to which over 90 % of the words are right, all seeds together:\n\n{table(head, body)}"
 
 
 def time_table(rows: Sequence[Row]) -> str:

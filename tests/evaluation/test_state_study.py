@@ -65,6 +65,19 @@ def test_report_and_figures(results, out):
     assert all(f"figures/{name}" in text for name in shown)
 
 
+def test_words_are_solved_where_most_are_right():
+    def row(layers, seed, *right):
+        by_length = [{"length": n, "right": count} for n, count in enumerate(right, 1)]
+        facts = {"benchmark": "state", "case": "path", "layers": layers, "seed": seed, "sequences": 100}
+        return {**facts, "by_length": by_length}
+
+    rows = [row(1, 0, 100, 100, 60), row(1, 1, 100, 90, 20), row(2, 0, 100, 100, 95), row(2, 1, 100, 100, 80)]
+    assert "| `path` | 2 | 2 |" in report.reach_table(rows, (1, 2))  # 95 % and 40 %; 100 % and 87.5 %
+    assert "| `path` | > 2 (1 of 2) |" in report.layers_table(rows, (1, 2))  # of three letters, the longest word
+    better = [*rows[:2], row(2, 0, 100, 100, 95), row(2, 1, 100, 100, 89)]
+    assert "| `path` | 2 (1 of 2) |" in report.layers_table(better, (1, 2))
+
+
 def test_finished_cells_are_read_and_others_refused(results, study, out, monkeypatch):
     monkeypatch.setattr(cells, "train", None)
     again = run.run_study(study, out, minutes=0)
