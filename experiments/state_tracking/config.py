@@ -90,7 +90,7 @@ _RECALL = (
 )
 _PUBLISHED = ("model.dim=256", "model.mlp_dim=512", "optim.lr=0.001", "data.batch_size=16", "train.steps=3000")
 _MQAR = ("data.batch_size=64", "train.steps=1500")
-_FEW = ("path", "fox", "rope", "path+fox")
+_FEW = ("path", "rope", "fox", "path+fox")
 
 
 def _words(task: str, schemes: tuple[str, ...] = SCHEMES) -> Trial:
