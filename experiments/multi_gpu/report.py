@@ -20,9 +20,8 @@ def write_tables(results: Path, page: Path = PAGE) -> None:
 
 
 def tables(results: dict[str, Any]) -> str:
-    rows, env = results["rows"], results["env"]
-    made = f"{env.get('date', '')[:10]}, {env.get('device')}, driver {env.get('driver')}, jax {env.get('jax')}"
-    parts = [f"{made}, commit `{str(env.get('commit'))[:7]}`; XLA flags `{env.get('flags')}`."]
+    rows = results["rows"]
+    parts = [" ".join(_made(name, env) for name, env in results["runs"].items())]
     trained = [row for row in rows if row["pass"] == "train_step" and "ms" in row]
     for title, kept in _groups(trained).items():
         parts += [f"**{title}**", train_table(kept, trained)]
@@ -38,6 +37,12 @@ def tables(results: dict[str, Any]) -> str:
     if failed:
         parts += ["Not measured:", "\n".join(failed)]
     return "\n\n".join(parts)
+
+
+def _made(name: str, env: Row) -> str:
+    """With what a run was made."""
+    with_what = f"{env.get('device')}, driver {env.get('driver')}, jax {env.get('jax')}"
+    return f"{name}: {with_what}, commit `{env.get('commit')}`; XLA flags `{env.get('flags')}`."
 
 
 def _short(text: str) -> str:

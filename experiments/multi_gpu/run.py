@@ -179,9 +179,11 @@ class Study:
         self.begin = time.monotonic()
         self.jobs: list[Job] = []
         self.done: set[str] = set()
-        kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"env": {}, "rows": []}
+        kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
         names = {cell.name for cell in wanted}
         self.kept = [row for row in kept["rows"] if row["cell"] not in names]
+        self.runs: dict[str, Any] = kept.get("runs", {})
+        self.stamp = time.strftime("%Y-%m-%d %H:%M")
         self.env: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
@@ -238,7 +240,7 @@ class Study:
     def _keep(self, job: Job, why: str) -> None:
         self.done.add(job.cell.name)
         for row in job.results(why):
-            row = {**row, "cell": job.cell.name, "at": round(time.monotonic() - self.begin, 1)}
+            row = {**row, "cell": job.cell.name, "run": self.stamp, "at": round(time.monotonic() - self.begin, 1)}
             self.kept.append(row)
             self.say(show(row))
         self._write()
@@ -246,7 +248,9 @@ class Study:
     def _write(self) -> None:
         from bampath.evaluation.results import write_results
 
-        write_results(self.out, self.env, self.kept)
+        used = {row["run"] for row in self.kept}
+        runs = {name: env for name, env in {**self.runs, self.stamp: self.env}.items() if name in used}
+        write_results(self.out, self.env, self.kept, runs=runs)
 
     def _give_up(self, now: float) -> None:
         for job in self.jobs:

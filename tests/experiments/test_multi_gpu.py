@@ -117,13 +117,14 @@ def test_tables_compare_with_one_gpu(tmp_path: Path) -> None:
     assert report.apart(rows[2], rows) == pytest.approx((1e-4, 1e-2))
     lost = {"cell": "trainer rope x4", "pass": "trainer", "failed": "out of memory"}
     results = tmp_path / "results.json"
-    results.write_text(json.dumps({"env": {"date": "2026-01-01T00", "jax": "1"}, "rows": [*rows, lost]}))
+    results.write_text(json.dumps({"runs": {"some day": {"jax": "1"}}, "rows": [*rows, lost]}))
     page = tmp_path / "page.md"
     page.write_text("before\n" + "\n".join(report.MARKS) + "\nafter\n")
     report.write_tables(results, page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
+    assert "some day: None, driver None, jax 1" in text
     line = next(line for line in text.splitlines() if "| 64 × 2,048 |" in line)
     assert "| 95.0% | 1.0 | 20.0% | 5.0% |" in line
     assert "- `trainer rope x4`: out of memory" in text
@@ -149,11 +150,15 @@ def test_a_cell_that_breaks_leaves_a_row_and_the_others_go_on(tmp_path: Path, mo
     monkeypatch.setattr(run, "WORKER", (sys.executable, str(worker)))
     monkeypatch.setattr(run.Study, "_look", lambda self: None)
     out = tmp_path / "results.json"
-    kept = {"cell": "an older one", "pass": "fwd", "ms": 2.0}
-    out.write_text(json.dumps({"env": {}, "rows": [kept, {"cell": SMOKE[3].name, "pass": "fwd", "ms": 3.0}]}))
+    kept = {"cell": "an older one", "pass": "fwd", "ms": 2.0, "run": "then"}
+    again = {"cell": SMOKE[3].name, "pass": "fwd", "ms": 3.0, "run": "before"}
+    out.write_text(json.dumps({"env": {}, "runs": {"then": {"jax": "0"}, "before": {}}, "rows": [kept, again]}))
     with pytest.raises(SystemExit):
         run.main(["--platform", "cpu", "--out", str(out), "--seconds", "60"])
-    rows = {row["cell"]: row for row in json.loads(out.read_text())["rows"]}
+    results = json.loads(out.read_text())
+    rows = {row["cell"]: row for row in results["rows"]}
+    assert results["runs"]["then"] == {"jax": "0"}
+    assert set(results["runs"]) == {"then", rows[SMOKE[1].name]["run"]}
     assert set(rows) == {"an older one", *(cell.name for cell in SMOKE)}
     assert "this one breaks" in rows[SMOKE[0].name]["failed"]
     assert all(rows[cell.name]["ms"] == 1.0 for cell in SMOKE[1:])
