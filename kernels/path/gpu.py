@@ -8,11 +8,10 @@ every part, so no part's output is kept between the passes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels.attention import mosaic_gpu
@@ -128,12 +127,12 @@ def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
     return _attend(options, x, keep=False)[0]
 
 
-def _heads_first(x: Array) -> Array:
+def heads_first(x: Array) -> Array:
     """[B, T, H] -> [B, H, T]."""
     return x.swapaxes(1, 2)
 
 
-def _bias(options: PathOptions, params: Any, sharpness: Array | None) -> Array:
+def bias_inside(options: PathOptions, params: Any, sharpness: Array | None) -> Array:
     """The prior inside a block, [H, 128, 128], kept in the range that the levels' kernels keep it in."""
     from kernels.attention.mosaic_gpu_fused import LARGEST
 
@@ -147,22 +146,22 @@ def _bias(options: PathOptions, params: Any, sharpness: Array | None) -> Array:
     return jnp.clip(values, -limit, limit)
 
 
-def _block_inputs(options: PathOptions, x: Leaves) -> Leaves:
+def block_inputs(options: PathOptions, x: Leaves) -> Leaves:
     """What the kernels of a block read."""
-    gates = (None, None) if x["gates"] is None else tuple(_heads_first(g) for g in x["gates"])
+    gates = (None, None) if x["gates"] is None else tuple(heads_first(g) for g in x["gates"])
     ids = x["segments"]
     return {
         **{n: x[n] for n in ("q", "k", "v")},
-        "bias": None if x["params"] is None else _bias(options, x["params"], x["sharpness"]),
+        "bias": None if x["params"] is None else bias_inside(options, x["params"], x["sharpness"]),
         "hi": gates[0],
         "lo": gates[1],
-        "sharpness": None if x["sharpness"] is None else _heads_first(x["sharpness"]),
+        "sharpness": None if x["sharpness"] is None else heads_first(x["sharpness"]),
         "q_ids": None if ids is None else jnp.where(ids < 0, -1, ids),
         "k_ids": None if ids is None else jnp.where(ids < 0, -2, ids),
     }
 
 
-def _level_inputs(x: Leaves) -> Leaves:
+def level_inputs(x: Leaves) -> Leaves:
     gates = None if x["gates"] is None else (*x["gates"], *x["gates"])
     return {n: x[n] for n in ("v", "params", "sharpness", "segments")} | {"gates": gates}
 
@@ -170,12 +169,12 @@ def _level_inputs(x: Leaves) -> Leaves:
 def _keys(options: PathOptions, x: Leaves) -> dict[str, Array]:
     from kernels.path.gpu_keys import block_keys
 
-    return block_keys(x["k"], x["w"], _betas(x), interpret=options.interpret)
+    return block_keys(x["k"], x["w"], betas(x), interpret=options.interpret)
 
 
-def _betas(x: Leaves) -> Array:
+def betas(x: Leaves) -> Array:
     """beta [B, K, T], at least LEAST_BETA: the backward divides by it."""
-    return _heads_first(jnp.maximum(x["beta"], LEAST_BETA))
+    return heads_first(jnp.maximum(x["beta"], LEAST_BETA))
 
 
 @jax.tree_util.register_dataclass
@@ -243,11 +242,11 @@ def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
         (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))
         for level, (_, _, left) in zip(levels[:-1], chains, strict=False)
     ]
-    own = block_queries(options.block, _block_inputs(options, x), keys, moves)
+    own = block_queries(options.block, block_inputs(options, x), keys, moves)
     parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
     steps = _climb(options, x, keys["k16"], chains, own["queries"], keep)
     for level, step in zip(levels, steps, strict=True):
-        parts.append(gpu_levels.level_forward(options.attention, _level_inputs(x), level, step.q, step.carried))
+        parts.append(gpu_levels.level_forward(options.attention, level_inputs(x), level, step.q, step.carried))
     o, lse = _merge(parts)
     return (o, lse), keys, steps
 
@@ -260,136 +259,9 @@ def _forward(options: PathOptions, x: Leaves) -> Any:
 
 
 def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
-    from kernels.path.gpu_blocks_backward import block_row_sums
+    from kernels.path.gpu_backward import backward
 
-    x, keys, steps, o, lse = residuals
-    do, dlse = cotangents
-    alive = lse > -jnp.inf
-    dlse = jnp.where(alive, dlse, 0)
-    delta = jnp.where(alive, (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1), 0) - dlse
-    lse = jnp.where(alive, lse, jnp.inf)
-    blocks = _block_inputs(options, x)
-    back = {"do": do, "lse": _heads_first(lse), "delta": _heads_first(delta)}
-    given: list[Any] = [None] * len(steps)
-    if x["gates"] is not None:
-        # d(logits) of a row sum to dlse; what is left is the rounding of o in delta, which would add up in the running
-        # sum behind the gates: the keys get a delta without it.
-        given = _query_sides(options, x, steps, do, lse, delta)
-        rows = _heads_first(block_row_sums(options.block, blocks, keys, back)) + sum(g["rows"] for g in given)
-        delta = delta + jnp.where(alive, rows - dlse, 0)
-        back["delta"] = _heads_first(delta)
-    above, sums = Above(None, None, None, None), []
-    row = (do, lse, delta)
-    for level, step, queries in reversed(list(zip(options.levels, steps, given, strict=True))):
-        step, above = jax.lax.optimization_barrier((step, above))  # one level's gradients of carried keys at a time
-        above, small = _level_backward(options, x, level, step, row, queries, above)
-        sums.append(small)
-    grads = _block_gradients(options, x, blocks, keys, back | {"dq0": above.q, "dk0": above.k, "dp": above.p})
-    return (_collect(options, x, grads, sums, above.v, dlse),)
-
-
-class Above(NamedTuple):
-    """Gradients of what a level was given, or that the levels above leave behind: of queries and keys at the edges of
-    the children (bfloat16), of their products (float32), and of the values so far (bfloat16). None above the top."""
-
-    q: Array | None
-    k: Array | None
-    p: Array | None
-    v: Array | None
-
-
-def _state(options: PathOptions, x: Leaves, level: Level, step: Climb, do: Array, lse: Array) -> Any:
-    """What both backward kernels of a level need."""
-    from kernels.path import gpu_levels
-
-    return gpu_levels.recompute(options.attention, _level_inputs(x), level, step.q, step.carried, do, lse)
-
-
-def _query_sides(options: PathOptions, x: Leaves, steps: list[Climb], do: Array, lse: Array, delta: Array) -> list[Any]:
-    """What the queries' kernels give, level by level."""
-    from kernels.path import gpu_levels
-
-    states = [_state(options, x, *pair, do, lse) for pair in zip(options.levels, steps, strict=True)]
-    return [gpu_levels.query_side(state, delta) for state in states]
-
-
-def _level_backward(
-    options: PathOptions, x: Leaves, level: Level, step: Climb, row: Any, queries: Any, above: Above
-) -> tuple[Above, dict[str, Any]]:
-    """One level: what it hands down, and its part of the gradients of params, sharpness and gates (columns).
-
-    row: (do, lse, delta); queries: results of `query_side`, or None if they are still to be computed.
-    """
-    from kernels.path import gpu_levels
-    from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
-    from kernels.path.gpu_products import runs_backward
-
-    do, lse, delta = row
-    state = _state(options, x, level, step, do, lse)
-    assert step.k is not None
-    queries = gpu_levels.query_side(state, delta) if queries is None else queries
-    columns = gpu_levels.key_side(state, delta)
-    rows = partial(move_backward_rows, level=level, interpret=options.interpret)
-    half = partial(rows, dtype=jnp.bfloat16)
-    matrices = partial(move_backward_matrices, level=level, kv_heads=x["k"].shape[2], interpret=options.interpret)
-    dkeys, dq = columns["keys"].astype(jnp.bfloat16), queries["dq"].astype(jnp.bfloat16)
-    druns, handed, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
-    if above.q is not None and above.k is not None and above.p is not None:
-        dleft = matrices(step.q, above.q, transposed=False, packed=False)
-        dright = matrices(step.k, above.k, transposed=True, packed=False)
-        handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
-        dq = half(above.q, step.left, transposed=False, packed=False, plus=dq)
-    dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
-    dk = half(dkeys, step.runs, packed=True, joined=joined)
-    dv = half(columns["v"], None, packed=True, plus=above.v)
-    small = {n: queries[n] for n in ("params", "sharpness") if n in queries}
-    return Above(dq, dk, dp, dv), small | {n: columns[n] for n in ("columns",) if n in columns}
-
-
-def _block_gradients(options: PathOptions, x: Leaves, blocks: Leaves, keys: Any, back: Leaves) -> dict[str, Array]:
-    from kernels.path.gpu_blocks_backward import block_queries_backward
-    from kernels.path.gpu_keys_backward import block_keys_backward
-
-    heads, kv_heads = x["q"].shape[2], x["k"].shape[2]
-    if back["dq0"] is None:  # a row of one block
-        back["dq0"] = jnp.zeros(x["q"].shape, jnp.bfloat16)
-        back["dk0"] = jnp.zeros(x["k"].shape, jnp.bfloat16)
-        batch, length, _, dim = x["k"].shape
-        back["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), jnp.float32)
-    grads = block_queries_backward(options.block, blocks, keys, back, x["params"] is not None)
-
-    def per_key_head(g: Array, axis: int) -> Array:
-        if heads == kv_heads:
-            return g
-        return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
-
-    grads |= {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz", "dk_half")}
-    grads |= {n: per_key_head(grads[n], 2) for n in ("dk", "dv")}
-    through = {n: grads[n] for n in ("dw", "du", "dz", "dk_half")} | {n: back[n] for n in ("dk0", "dp")}
-    through["dk_in"] = grads["dk"]
-    return grads | block_keys_backward(x["k"], x["w"], _betas(x), keys, through, interpret=options.interpret)
-
-
-def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sums: Any, dv: Any, dlse: Array) -> Leaves:
-    """The cotangent of x. sums: the levels' parts; dv: of the values, from all levels, or None."""
-    out: Leaves = dict.fromkeys(x)
-    out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_sum"], "beta": _heads_first(grads["dbeta"])}
-    own = grads["dv"].astype(jnp.float32)
-    out["v"] = (own if dv is None else own + dv.astype(jnp.float32)).astype(x["v"].dtype)
-    if x["params"] is not None:
-        pull = jax.vjp(lambda params: _bias(options, params, x["sharpness"]), x["params"])[1]
-        (own,) = pull(grads["dbias"])
-        out["params"] = jax.tree.map(lambda *parts: sum(parts), own, *[s["params"] for s in sums])
-    if x["sharpness"] is not None:
-        out["sharpness"] = _heads_first(grads["dsharpness"]) + sum(s["sharpness"] for s in sums)
-    if x["gates"] is not None:
-        # The sum of d(logits) over a row is the cotangent of its log-sum-exp, exactly.
-        rows = dlse * x["sharpness"] if x["sharpness"] is not None and options.sharpen_prior else dlse
-        columns = _heads_first(grads["columns"]) + sum(s["columns"] for s in sums)
-        out["gates"] = (rows - columns, jnp.zeros_like(rows))
-    if x["segments"] is not None:
-        out["segments"] = np.zeros(x["segments"].shape, jax.dtypes.float0)
-    return out
+    return (backward(options, residuals, cotangents),)
 
 
 path.defvjp(_forward, _backward)

@@ -74,6 +74,7 @@ def launch(
     interpret: bool,
     size: int = BLOCK,
     parts: int = 1,
+    stages: int = 1,
 ) -> dict[str, Array]:
     """Run `body(refs by name)` for every (batch, head, block of `size` tokens), `parts` times each.
 
@@ -87,7 +88,7 @@ def launch(
         grid=grid,
         in_specs=specs(inputs),
         out_specs=specs(outputs),
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*[x for _, x, _ in inputs.values()])
@@ -168,34 +169,21 @@ def weigh(options: BlockOptions, refs: dict[str, Any], rows: Any, cols: Any, con
     return bias, logits
 
 
-def own_update(refs: dict[str, Any], s: Any) -> Array:
-    """E of a half's queries and its own tokens, float16."""
-    return jnp.where(triangle(HALF), dot(refs["q"][s, :].astype(F16), refs["w16"][s, :], tb=True), F32(0)).astype(F16)
-
-
-def own_half(options: BlockOptions, refs: dict[str, Any], s: Any, e: Array) -> Array:
-    """Scaled content logits of a half's queries and its own keys."""
-    return (dot(refs["q"][s, :], refs["k"][s, :], tb=True) - dot(e, refs["z16"][s, :])) * F32(options.scale)
-
-
-def at_left(refs: dict[str, Any], s: Any, e: Array) -> Array:
-    """Queries at the left edge of their half, float16."""
-    return (refs["q"][s, :].astype(F32) - dot(e, refs["u16"][s, :])).astype(F16)
-
-
-def other_half(options: BlockOptions, refs: dict[str, Any], left: Array) -> Array:
-    """Scaled content logits of the right half's queries `left` and the left half's keys."""
-    return dot(left, refs["k_half"][HALVES[0], :], tb=True) * F32(options.scale)
-
-
 def _queries_body(options: BlockOptions, moves: int, refs: dict[str, Any]) -> None:
     top, bottom = HALVES
+
+    wide = refs["q"].shape[1] > 64  # then registers do not hold what could be loaded early; measured both ways
+
+    def here() -> None:
+        if wide:
+            barrier(options.interpret)
 
     def write(s: Any, q: Array) -> None:
         refs["q0"][s, :] = q.astype(refs["q0"].dtype)
         for n in range(moves):
             q = dot(q, refs[f"left{n}"][...]).astype(F16)
             refs[f"q{n + 1}"][s, :] = q.astype(refs["q0"].dtype)
+        here()
 
     def finish(s: Any, parts: list[tuple[Any, Array]]) -> None:
         most = jnp.max(parts[0][1], axis=1)
@@ -211,24 +199,32 @@ def _queries_body(options: BlockOptions, moves: int, refs: dict[str, Any]) -> No
         safe = jnp.where(some, total, F32(1))
         refs["o"][s, :] = (o / safe[:, None]).astype(refs["o"].dtype)
         refs["lse"][s] = jnp.where(some, most + jnp.log(safe), F32(-jnp.inf))
+        here()
 
-    def own(s: Any) -> tuple[Array, Array]:
-        """(the half's queries at its left edge, logits of its own tile); all that it reads comes first."""
-        q, w, k, z, u = (refs[n][s, :] for n in ("q", "w16", "k", "z16", "u16"))
-        e = jnp.where(triangle(HALF), dot(q.astype(F16), w, tb=True), F32(0)).astype(F16)
-        content = (dot(q, k, tb=True) - dot(e, z)) * F32(options.scale)
-        left = (q.astype(F32) - dot(e, u)).astype(F16)
-        return left, weigh(options, refs, s, s, content)[1]
+    def own(s: Any, first: Callable[[Array], None]) -> tuple[Array, Array]:
+        """(the half's queries at its left edge, logits of its own tile); calls `first` on those queries."""
+        tiles = {} if wide else {n: refs[n][s, :] for n in ("q", "w16", "k", "z16", "u16")}
+        of = lambda name: tiles[name] if tiles else refs[name][s, :]
+        e = jnp.where(triangle(HALF), dot(of("q").astype(F16), of("w16"), tb=True), F32(0)).astype(F16)
+        left = (of("q").astype(F32) - dot(e, of("u16"))).astype(F16)
+        if wide:
+            first(left)
+        content = dot(of("q"), of("k"), tb=True) - dot(e, of("z16"))
+        if not wide:
+            first(left)
+        return left, weigh(options, refs, s, s, content * F32(options.scale))[1]
 
-    left, logits = own(top)
-    write(top, left)
+    def to_block(left: Array) -> None:
+        passed = dot(left, refs["w16"][top, :], tb=True).astype(F16)
+        write(bottom, (left.astype(F32) - dot(passed, refs["u16"][top, :])).astype(F16))
+
+    _, logits = own(top, lambda left: write(top, left))
     finish(top, [(top, logits)])
-    barrier(options.interpret)
-    w, u, k = (refs[n][top, :] for n in ("w16", "u16", "k_half"))
-    left, logits = own(bottom)
-    passed = dot(left, w, tb=True).astype(F16)
-    across = weigh(options, refs, bottom, top, dot(left, k, tb=True) * F32(options.scale))[1]
-    write(bottom, (left.astype(F32) - dot(passed, u)).astype(F16))
+    left, logits = own(bottom, to_block)
+    here()
+    content = dot(left, refs["k_half"][top, :], tb=True) * F32(options.scale)
+    across = weigh(options, refs, bottom, top, content)[1]
+    here()
     finish(bottom, [(bottom, logits), (top, across)])
 
 

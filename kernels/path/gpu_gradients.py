@@ -29,6 +29,11 @@ class Scaled(NamedTuple):
         size = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(most > 0, most, F32(1)))))
         return cls((x * (1 / size)).astype(F16), size)
 
+    @classmethod
+    def by(cls, x: Array, size: Array) -> "Scaled":
+        """With a scale that is known."""
+        return cls((x * (1 / size)).astype(F16), size)
+
     def times(self, value: Array, ta: bool = False, tb: bool = False) -> Array:
         """gradient · value (float16), the gradient transposed with ta, the value with tb."""
         return dot(self.part, value, ta, tb) * self.size
@@ -47,7 +52,12 @@ class Exact(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> "Exact":
-        high, size = Scaled.of(x)
+        return cls.by(x, Scaled.of(x).size)
+
+    @classmethod
+    def by(cls, x: Array, size: Array) -> "Exact":
+        """With a scale that is known."""
+        high = Scaled.by(x, size).part
         return cls(high, (x * (1 / size) - high.astype(F32)).astype(F16), size)
 
     def under(self, value: Split, ta: bool = True) -> Array:

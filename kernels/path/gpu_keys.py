@@ -1,8 +1,8 @@
 """What the keys of a block leave behind on GPUs, from w, beta and k alone: the UT transform (docs/path.md).
 
-Four Pallas-Triton kernels: the triangular inverse of each half block, its U, Z and keys, the keys and transitions of
-whole blocks, and their products. All walk through head_dim in steps of 64: what a program holds must leave registers
-for three or four programs per core, for these kernels are chains of small products and wait rather than work.
+Three Pallas-Triton kernels: the half blocks (inverse, U, Z, keys), the keys and transitions of whole blocks, and their
+products. The last two walk through head_dim in steps of 64: what a program holds must leave registers for three
+programs per core, for these kernels are chains of small products and wait rather than work.
 """
 
 from functools import partial
@@ -21,6 +21,7 @@ from kernels.path.gpu_blocks import (
     HALVES,
     WARPS,
     Operand,
+    barrier,
     dot,
     dot3,
     joined,
@@ -30,31 +31,36 @@ from kernels.path.gpu_blocks import (
 )
 
 Array = jax.Array
-BASE, JOINS, CHUNK = 4, 4, 64
+BASE, CHUNK = 16, 64
 
 
 def inverse(lower: Array) -> Array:
     """(I + L)⁻¹ of a strictly lower triangular 64 × 64 matrix.
 
-    Its diagonal blocks of 4 as I − L + L² − L³ (L⁴ = 0, and no entry exceeds 27 for those of L up to 2); then four
-    times inverse blocks are joined, [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], as products of whole matrices.
+    Its four diagonal blocks of 16 by substitution, all at once; then twice inverse blocks are joined,
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]], as products of whole matrices.
     """
     row, col = (lax.broadcasted_iota(jnp.int32, (HALF, HALF), axis) for axis in (0, 1))
-    zero, parts = F16(0), split(lower)
-    near = row // BASE == col // BASE
-    only = lambda seen: (jnp.where(seen, parts[0], zero), jnp.where(seen, parts[1], zero))
-    base = only(near)
-    square = dot3(base, base)
-    x = jnp.where(row == col, F32(1), F32(0)) - joined(base) + square - dot3(square, base)
+    same = row // BASE == col // BASE
+    count = HALF // BASE
+    blocks = jnp.where(same, lower, F32(0)).reshape(count, BASE, count, BASE).sum(2)
+    row_in, col_in = (lax.broadcasted_iota(jnp.int32, (count, BASE, BASE), axis) for axis in (1, 2))
 
-    def join(n: Array, x: Array) -> Array:
-        size = jnp.left_shift(jnp.int32(BASE), n)
-        above, left = lax.div(row, size), lax.div(col, size)
-        corner = (above > left) & (lax.div(above, jnp.int32(2)) == lax.div(left, jnp.int32(2)))
-        own = split(x)
-        return x - dot3(own, dot3(only(corner), own))
+    def substitute(i: Array, x: Array) -> Array:
+        factor = jnp.sum(jnp.where(col_in == i, blocks, F32(0)), axis=2)
+        done = jnp.sum(jnp.where(row_in == i, x, F32(0)), axis=1)
+        return x - jnp.where(row_in > i, factor[:, :, None] * done[:, None, :], F32(0))
 
-    return lax.fori_loop(0, JOINS, join, x)
+    x = lax.fori_loop(0, BASE - 1, substitute, jnp.where(row_in == col_in, F32(1), F32(0)))
+    spread = jnp.broadcast_to(x[:, :, None, :], (count, BASE, count, BASE)).reshape(HALF, HALF)
+    x = jnp.where(same, spread, F32(0))
+    size = BASE
+    while size < HALF:
+        corner = (row // (2 * size) == col // (2 * size)) & (row // size > col // size)
+        parts = split(x)
+        x = x - dot3(parts, dot3(jnp.where(corner, lower, F32(0)), parts))
+        size *= 2
+    return x
 
 
 def over_chunks(dim: int, step: Any, start: Any) -> Any:
@@ -67,38 +73,18 @@ def square_zeros() -> Array:
     return jnp.zeros((HALF, HALF), F32)
 
 
-def _solve_body(refs: dict[str, Any]) -> None:
-    def gram(c: Any, total: Array) -> Array:
-        w = split(refs["w"][:, c])
-        return total + dot3(w, w, tb=True)
-
-    total = over_chunks(refs["w"].shape[1], gram, square_zeros())
-    lower = jnp.where(triangle(HALF, 1), refs["beta"][...][:, None] * total, F32(0))
-    refs["x16"][...], refs["x_low"][...] = split(inverse(lower))
-
-
-def _halves_body(refs: dict[str, Any]) -> None:
-    dim = refs["w"].shape[1]
-    x_low, x, beta = refs["x_low"][...], refs["x16"][...], refs["beta"][...]
-
-    def meet(c: Any, total: Array) -> Array:
-        k, w = refs["k"][:, c].astype(F16), split(refs["w"][:, c])
-        return total + dot3(w, k, tb=True)
-
-    f = jnp.where(triangle(HALF, 1), over_chunks(dim, meet, square_zeros()), F32(0))
-    t = split(joined((x, x_low)) * beta[None, :])
-    z = dot3(t, f).astype(F16)
-    refs["z16"][...] = z
-
-    def write(c: Any, parts: Any) -> Any:
-        *t, z = parts
-        k, w = refs["k"][:, c].astype(F32), split(refs["w"][:, c])
-        refs["u16"][:, c], refs["u_low"][:, c] = split(dot3(tuple(t), w))
-        refs["w16"][:, c] = w[0]
-        refs["k_half"][:, c] = (k - dot(z, w[0], ta=True)).astype(F16)
-        return parts
-
-    over_chunks(dim, write, (*t, z))
+def _halves_body(interpret: bool, refs: dict[str, Any]) -> None:
+    strict = triangle(HALF, 1)
+    w, beta = split(refs["w"][...]), refs["beta"][...]
+    x = inverse(jnp.where(strict, beta[:, None] * dot3(w, w, tb=True), F32(0)))
+    refs["x16"][...], refs["x_low"][...] = split(x)
+    barrier(interpret)
+    w, k = split(refs["w"][...]), refs["k"][...].astype(F16)
+    t = split(joined((refs["x16"][...], refs["x_low"][...])) * refs["beta"][...][None, :])
+    z = dot3(t, jnp.where(strict, dot3(w, k, tb=True), F32(0))).astype(F16)
+    refs["z16"][...], refs["w16"][...] = z, w[0]
+    refs["k_half"][...] = (k.astype(F32) - dot(z, w[0], ta=True)).astype(F16)
+    refs["u16"][...], refs["u_low"][...] = split(dot3(t, w))
 
 
 def _blocks_body(refs: dict[str, Any]) -> None:
@@ -149,13 +135,11 @@ def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str,
     like = lambda width, of=length: jax.ShapeDtypeStruct((batch, heads, of, width), F16)
     rows = lambda names, width: {n: ("rows", like(width), 1) for n in names}
     call = partial(launch, warps=WARPS, interpret=interpret)
-    halves = partial(call, grid=(batch, heads, length // HALF), size=HALF)
-    inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1)}
-    made = halves(_solve_body, inputs=inputs, outputs=rows(("x16", "x_low"), HALF), name="path_block_solve")
+    inputs: dict[str, Operand] = {"w": ("tokens", w, 1), "beta": ("line", beta, 1), "k": ("tokens", k, 1)}
+    outputs = rows(("w16", "u16", "u_low", "k_half"), dim) | rows(("z16", "x16", "x_low"), HALF)
+    grid, body = (batch, heads, length // HALF), partial(_halves_body, interpret)
+    made = call(body, grid, inputs, outputs, name="path_block_halves", size=HALF)
     given = lambda *names: {n: ("rows", made[n], 1) for n in names}
-    inputs |= {"k": ("tokens", k, 1)} | given("x16", "x_low")
-    outputs = rows(("w16", "u16", "u_low", "k_half"), dim) | rows(("z16",), HALF)
-    made |= halves(_halves_body, inputs=inputs, outputs=outputs, name="path_block_halves")
     outputs = {n: ("left half", like(dim, length // 2), 1) for n in ("m16", "m_low")}
     outputs["k16"] = ("tokens", jax.ShapeDtypeStruct(k.shape, F16), 1)
     grid = (batch, heads, length // BLOCK)

@@ -17,17 +17,18 @@ from kernels.path.levels import Level, pair_of
 
 Array = jax.Array
 BF16 = jnp.bfloat16
-ROWS = 64  # of a matrix's gradient, in one program
 
 
-def _call(body: Any, grid: Any, ins: Any, outs: Any, in_specs: Any, out_specs: Any, name: str, interpret: bool) -> Any:
+def _call(
+    body: Any, grid: Any, ins: Any, outs: Any, ins_at: Any, outs_at: Any, name: str, interpret: bool, stages: int = 1
+) -> Any:
     return pl.pallas_call(
         body,
         grid=grid,
         out_shape=outs,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
+        in_specs=ins_at,
+        out_specs=outs_at,
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*ins)
@@ -186,33 +187,29 @@ def move_backward_matrices(
     count = _count(level, packed)
     tiles = level.size // BLOCK
 
-    parts = dim // ROWS
-
     def body(x_ref: Any, dy_ref: Any, out_ref: Any) -> None:
-        i = lax.div(pl.program_id(2), jnp.int32(parts))
-        rows = pl.ds(lax.rem(pl.program_id(2), jnp.int32(parts)) * ROWS, ROWS)
-        left, right = (slice(None), rows) if transposed else (rows, slice(None))
+        i = pl.program_id(2)
         parent, n = lax.div(i, jnp.int32(count)), lax.rem(i, jnp.int32(count))
         child = pair_of(n, level.radix)[1] if packed else n
         first = (parent * level.radix + child) * level.size
 
         def tile(t: Any, total: Array) -> Array:
             member, t = lax.div(t, jnp.int32(tiles)), lax.rem(t, jnp.int32(tiles))
-            a = x_ref[pl.ds(first + t * BLOCK, BLOCK), member, left].astype(BF16)
-            b = dy_ref[pl.ds((i * tiles + t) * BLOCK, BLOCK), member, right]
+            a = x_ref[pl.ds(first + t * BLOCK, BLOCK), member, :].astype(BF16)
+            b = dy_ref[pl.ds((i * tiles + t) * BLOCK, BLOCK), member, :]
             return total + (dot(b, a, ta=True) if transposed else dot(a, b, ta=True))
 
-        out_ref[rows, :] = lax.fori_loop(0, group * tiles, tile, jnp.zeros((ROWS, dim), F32))
+        out_ref[...] = lax.fori_loop(0, group * tiles, tile, jnp.zeros((dim, dim), F32))
 
     rows = lambda z: pl.BlockSpec((None, z.shape[1], group, dim), lambda b, h, i: (b, 0, h, 0))
-    at = lambda b, h, i: (b, h, i // count, i % count, 0, 0)
     return _call(
         body,
-        (batch, kv_heads, parents * count * parts),
+        (batch, kv_heads, parents * count),
         (x, dy),
         [jax.ShapeDtypeStruct((batch, kv_heads, parents, count, dim, dim), F32)],
         [rows(x), rows(dy)],
-        [pl.BlockSpec((None, None, None, None, dim, dim), lambda b, h, i: at(b, h, i // parts))],
+        [pl.BlockSpec((None, None, None, None, dim, dim), lambda b, h, i: (b, h, i // count, i % count, 0, 0))],
         "path_move_backward_matrices",
         interpret,
+        stages=3 if dim > 64 else 1,
     )[0]

@@ -97,7 +97,7 @@ def runs_backward(
     parents, top = grouped.shape[2], above is None
     chains, count = (r - 1 if top else r), made.shape[3]
     shape = lambda *last, dtype=F32: jax.ShapeDtypeStruct((batch, heads, parents, *last), dtype)
-    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    params = lambda stages: pltriton.CompilerParams(num_warps=4, num_stages=stages if dim > ROWS else 1)
 
     def walk(p_ref: Any, druns_ref: Any, *refs: Any) -> None:
         gamma_ref, size_ref = refs[-2:]
@@ -132,7 +132,7 @@ def runs_backward(
         in_specs=_specs(kinds, each, dim),
         out_specs=[*_specs([count], each, dim), line],
         out_shape=(shape(count, dim, dim, dtype=F16), shape(count, dim)),
-        compiler_params=params,
+        compiler_params=params(2),
         interpret=interpret,
         name="path_runs_walk",
     )(*arrays)
@@ -158,7 +158,7 @@ def runs_backward(
         in_specs=[*_specs([count, count], each, dim), line],
         out_specs=_specs([r], each, dim)[0],
         out_shape=shape(r, dim, dim),
-        compiler_params=params,
+        compiler_params=params(3),
         interpret=interpret,
         name="path_runs_add",
     )(made, gammas, sizes).reshape(p.shape)

@@ -149,6 +149,17 @@ def test_gpu_path_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @MOSAIC
 @pytest.mark.slow
+def test_gpu_path_with_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head_dim of 128, where the kernels of the blocks walk through it in two steps."""
+    from tests.kernels.path import mosaic_emulation
+
+    mosaic_emulation.install(monkeypatch)
+    errors = compare(Shape(1, 600, 2, 128, kv_heads=1), Options(scale_gates=True), sharpness=False)
+    assert {n: e for n, e in errors.items() if e > ALLOWED[n]} == {}
+
+
+@MOSAIC
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, True], ids=["random with gates", "repeated"])
 def test_gpu_path_over_two_levels(monkeypatch: pytest.MonkeyPatch, repeated: bool) -> None:
     """1,300 tokens: 11 blocks, joined twice and then six times."""

@@ -1,0 +1,169 @@
+"""Backward pass of `gpu.py`, from its residuals to the gradients of everything.
+
+First all that the queries meet: from the top level down their gradients at the edges of the children, then inside the
+blocks. Then the keys, from the top level down, and the blocks' transitions. Between the two stands the correction that
+gates need (`_without`).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.path import gpu_levels
+from kernels.path.gpu import (
+    BLOCK,
+    Climb,
+    Leaves,
+    PathOptions,
+    betas,
+    bias_inside,
+    block_inputs,
+    heads_first,
+    level_inputs,
+)
+from kernels.path.gpu_blocks import HALF
+from kernels.path.gpu_blocks_backward import block_queries_backward, whole_tiles
+from kernels.path.gpu_keys_backward import block_keys_backward
+from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
+from kernels.path.gpu_products import runs_backward
+from kernels.path.levels import Level
+
+Array = jax.Array
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Above(NamedTuple):
+    """Gradients that the levels above leave behind: of keys at the edges of the children (bfloat16), of their products
+    (float32), and of the values so far (bfloat16). None above the top."""
+
+    k: Array | None
+    p: Array | None
+    v: Array | None
+
+
+def backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> Leaves:
+    """The cotangent of x in `gpu.path`."""
+    x, keys, steps, o, lse = residuals
+    do, dlse = cotangents
+    alive = lse > -jnp.inf
+    dlse = jnp.where(alive, dlse, 0)
+    delta = jnp.where(alive, (o.astype(F32) * do.astype(F32)).sum(-1), 0) - dlse
+    lse = jnp.where(alive, lse, jnp.inf)
+    state = lambda level, step: gpu_levels.recompute(
+        options.attention, level_inputs(x), level, step.q, step.carried, do, lse
+    )
+    pairs = list(zip(options.levels, steps, strict=True))[::-1]
+    sides: list[dict[str, Any]] = []
+    edges: list[Array | None] = []
+    dq: Array | None = None
+    for level, step in pairs:
+        sides.append(gpu_levels.query_side(state(level, step), delta))
+        edges.append(dq)
+        dq = _queries_down(options, level, step, sides[-1]["dq"], dq)
+    back = {"do": do, "lse": heads_first(lse), "delta": heads_first(delta)}
+    back["dq0"] = jnp.zeros(x["q"].shape, BF16) if dq is None else dq  # a row of one block
+    grads = block_queries_backward(options.block, block_inputs(options, x), keys, back, x["params"] is not None)
+    if x["gates"] is not None:
+        excess = jnp.where(alive, heads_first(grads["rows"]) + sum(s["rows"] for s in sides) - dlse, 0)
+        grads |= _without(options, x, grads, excess)
+        delta = delta + excess
+    above, columns = Above(None, None, None), []
+    for (level, step), edge in zip(pairs, edges, strict=True):
+        step, above = jax.lax.optimization_barrier((step, above))  # one level's gradients of carried keys at a time
+        side = gpu_levels.key_side(state(level, step), delta)
+        columns.append(side.get("columns"))
+        above = _keys_down(options, level, step, side, edge, above)
+    grads |= _key_gradients(options, x, keys, grads, above)
+    return _collect(options, x, grads, sides, columns, above.v, dlse)
+
+
+def _without(options: PathOptions, x: Leaves, grads: dict[str, Array], excess: Array) -> dict[str, Array]:
+    """The blocks' columns and dbias without what `excess` [B, T, H] in delta does to their own tiles.
+
+    d(logits) of a row sum to dlse. What they sum to beyond that is the rounding of o in delta; it would add up in the
+    running sum behind the gates. The levels' keys get a delta without it; the blocks' sums are mended here.
+    """
+    if x["sharpness"] is not None and options.sharpen_prior:
+        excess = excess * x["sharpness"]
+    batch, length, heads = excess.shape
+    rows = heads_first(excess).reshape(batch, heads, -1, 2, HALF, 1)
+    take = lambda p, rows: p.reshape(*rows.shape[:-1], HALF).astype(F32) * rows
+    own, left = take(grads["p"], rows), take(grads["p_left"], rows[:, :, :, 1:])
+    columns = own.sum(-2) + jnp.pad(left.sum(-2), ((0, 0), (0, 0), (0, 0), (0, 1), (0, 0)))
+    out = {"columns": grads["columns"] - columns.reshape(batch, heads, length)}
+    return out | ({"dbias": grads["dbias"] - whole_tiles(own, left)} if "dbias" in grads else {})
+
+
+def _queries_down(options: PathOptions, level: Level, step: Climb, dq: Array, above: Array | None) -> Array:
+    """Gradient of the queries at the edges of a level's children, from that of its attention and of those above."""
+    dq = dq.astype(BF16)
+    if above is None:
+        return dq
+    rows = partial(move_backward_rows, transposed=False, packed=False, dtype=BF16, interpret=options.interpret)
+    return rows(above, step.left, level, plus=dq)
+
+
+def _keys_down(
+    options: PathOptions, level: Level, step: Climb, side: dict[str, Array], edge: Array | None, above: Above
+) -> Above:
+    """What a level hands down. side: results of `key_side`; edge: gradient of the queries at the parents' edges."""
+    assert step.k is not None
+    rows = partial(move_backward_rows, level=level, packed=True, dtype=BF16, interpret=options.interpret)
+    kv_heads = step.p.shape[1]
+    matrices = partial(move_backward_matrices, level=level, kv_heads=kv_heads, interpret=options.interpret)
+    dkeys = side["keys"].astype(BF16)
+    druns, handed, joined = matrices(step.k, dkeys, transposed=True, packed=True), None, None
+    if edge is not None and above.k is not None and above.p is not None:
+        dleft = matrices(step.q, edge, transposed=False, packed=False)
+        dright = matrices(step.k, above.k, transposed=True, packed=False)
+        handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
+    dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
+    dk = rows(dkeys, step.runs, joined=joined)
+    return Above(dk, dp, rows(side["v"], None, plus=above.v))
+
+
+def _key_gradients(
+    options: PathOptions, x: Leaves, keys: Any, grads: dict[str, Array], above: Above
+) -> dict[str, Array]:
+    heads, (batch, length, kv_heads, dim) = x["q"].shape[2], x["k"].shape
+
+    def per_key_head(g: Array, axis: int) -> Array:
+        if heads == kv_heads:
+            return g
+        return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
+
+    through: dict[str, Any] = {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz", "dk_half")}
+    through |= {"dk_in": per_key_head(grads["dk"], 2), "dk0": above.k, "dp": above.p}
+    if above.k is None:  # a row of one block
+        through["dk0"] = jnp.zeros(x["k"].shape, BF16)
+        through["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), F32)
+    found = block_keys_backward(x["k"], betas(x), keys, through, interpret=options.interpret)
+    return found | {"dv": per_key_head(grads["dv"], 2)}
+
+
+def _collect(
+    options: PathOptions, x: Leaves, grads: dict[str, Array], sides: Any, columns: Any, dv: Any, dlse: Array
+) -> Leaves:
+    """The cotangent of x. sides, columns: of the levels' queries and keys; dv: of the values, from all levels, or
+    None."""
+    out: Leaves = dict.fromkeys(x)
+    out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_sum"], "beta": heads_first(grads["dbeta"])}
+    own = grads["dv"].astype(jnp.float32)
+    out["v"] = (own if dv is None else own + dv.astype(jnp.float32)).astype(x["v"].dtype)
+    if x["params"] is not None:
+        pull = jax.vjp(lambda params: bias_inside(options, params, x["sharpness"]), x["params"])[1]
+        (own,) = pull(grads["dbias"])
+        out["params"] = jax.tree.map(lambda *parts: sum(parts), own, *[s["params"] for s in sides])
+    if x["sharpness"] is not None:
+        out["sharpness"] = heads_first(grads["dsharpness"]) + sum(s["sharpness"] for s in sides)
+    if x["gates"] is not None:
+        # The sum of d(logits) over a row is the cotangent of its log-sum-exp, exactly.
+        rows = dlse * x["sharpness"] if x["sharpness"] is not None and options.sharpen_prior else dlse
+        columns = heads_first(grads["columns"]) + sum(columns)
+        out["gates"] = (rows - columns, jnp.zeros_like(rows))
+    if x["segments"] is not None:
+        out["segments"] = np.zeros(x["segments"].shape, jax.dtypes.float0)
+    return out
