@@ -64,9 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="NAME", help=f"one of {', '.join(configs.names())}")
     parser.add_argument("--topology", required=True, help="v5e:16x16, v5p:4x4x4, v6e:8x8, …")
     parser.add_argument("--no-search", action="store_true", help="do not look for the largest batch that fits")
-    parser.add_argument(
-        "--quick", action="store_true", help="compile with the least effort only: minutes instead of tens"
-    )
+    parser.add_argument("--full", action="store_true", help="compile as a run does, in several times the time")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the row of results as JSON")
     return parser.parse_intermixed_args(arguments)
 

@@ -1,5 +1,6 @@
 """What the compiled programs contain: which collectives, how often, and of what."""
 
+import json
 import re
 from functools import cache
 
@@ -313,6 +314,29 @@ def test_the_roofline_adds_up() -> None:
     assert speed.fastest == pytest.approx(0.01)
     assert speed.slowest == pytest.approx(0.01 + speed.compute_seconds)
     assert speed.mfu(speed.slowest) < speed.mfu(speed.fastest) < 1
+
+
+@pytest.mark.parametrize(("more", "efforts"), [((), [True]), (("--full",), [True, False])])
+def test_the_command_from_its_line_to_its_status(more, efforts, monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    tried: list[bool] = []
+
+    def compile_step(config, devices, quick):  # type: ignore[no-untyped-def]
+        tried.append(quick)
+        if rows_of(config) > 5:
+            raise DoesNotFit("too large", 2.0**35)
+        return Program(121_130_000, 2**28, 2**28, 2**30, 1e9, {}, [], 1.0, 1.0, 1.0, quick)
+
+    monkeypatch.setattr(command, "compile_step", compile_step)
+    monkeypatch.setattr(command, "topology_devices", lambda name: [None] * 256)
+    words = ["--topology", "v5e:16x16", "--config", "bam-1.1b", "position=path+fox", "--output", str(tmp_path / "row")]
+    assert command.main([*words, *more]) == 0
+    assert tried == efforts
+    out = capsys.readouterr().out
+    assert "chosen: data.batch_size=1280" in out
+    assert "256 chips as data 16 × fsdp 16" in out
+    assert json.loads((tmp_path / "row").read_text())["fits"] is True
+    assert command.main([*words, "data.batch_size=2560"]) == 3
+    assert "the largest batch that fits is data.batch_size=1280:" in capsys.readouterr().out
 
 
 def test_unknown_topologies_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
