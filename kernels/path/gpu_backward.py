@@ -37,10 +37,11 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 class Above(NamedTuple):
     """Gradients that the levels above leave behind: of keys at the edges of the children (bfloat16), of their products
-    (float32), and of the values so far (bfloat16). None above the top."""
+    (float32) and how large those are (see `runs_backward`), and of the values so far (bfloat16). None above the top."""
 
     k: Array | None
     p: Array | None
+    most: Array | None
     v: Array | None
 
 
@@ -70,7 +71,7 @@ def backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arra
         excess = jnp.where(alive, heads_first(grads["rows"]) + sum(s["rows"] for s in sides) - dlse, 0)
         grads |= _without(options, x, grads, excess)
         delta = delta + excess
-    above, columns = Above(None, None, None), []
+    above, columns = Above(None, None, None, None), []
     for (level, step), edge in zip(pairs, edges, strict=True):
         step, above = jax.lax.optimization_barrier((step, above))  # one level's gradients of carried keys at a time
         side = gpu_levels.key_side(state(level, step), delta)
@@ -120,9 +121,9 @@ def _keys_down(
         dleft = matrices(step.q, edge, transposed=False, packed=False)
         dright = matrices(step.k, above.k, transposed=True, packed=False)
         handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
-    dp = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
+    dp, most = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
     dk = rows(dkeys, step.runs, joined=joined)
-    return Above(dk, dp, rows(side["v"], None, plus=above.v))
+    return Above(dk, dp, most, rows(side["v"], None, plus=above.v))
 
 
 def _key_gradients(
@@ -136,10 +137,11 @@ def _key_gradients(
         return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
 
     through: dict[str, Any] = {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz", "dk_half")}
-    through |= {"dk_in": per_key_head(grads["dk"], 2), "dk0": above.k, "dp": above.p}
+    through |= {"dk_in": per_key_head(grads["dk"], 2), "dk0": above.k, "dp": above.p, "dp_most": above.most}
     if above.k is None:  # a row of one block
         through["dk0"] = jnp.zeros(x["k"].shape, BF16)
         through["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), F32)
+        through["dp_most"] = through["dp"][..., :1, :]
     found = block_keys_backward(x["k"], betas(x), keys, through, interpret=options.interpret)
     return found | {"dv": per_key_head(grads["dv"], 2)}
 

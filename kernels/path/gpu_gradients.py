@@ -17,6 +17,12 @@ from kernels.path.gpu_keys import over_chunks
 Array = jax.Array
 
 
+def power(most: Array) -> Array:
+    """The power of two from `most` on, within 2⁻¹⁰⁰ … 2¹²⁶, where it has a reciprocal: gradients behind gates that have
+    shut are subnormal numbers."""
+    return jnp.exp2(jnp.clip(jnp.ceil(jnp.log2(most)), -100, 126))
+
+
 class Scaled(NamedTuple):
     """A gradient as float16 of at most 1 in size, times a power of two."""
 
@@ -25,9 +31,7 @@ class Scaled(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> "Scaled":
-        most = jnp.max(jnp.abs(x))
-        size = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(most > 0, most, F32(1)))))
-        return cls((x * (1 / size)).astype(F16), size)
+        return cls.by(x, power(jnp.max(jnp.abs(x))))
 
     @classmethod
     def by(cls, x: Array, size: Array) -> "Scaled":
@@ -71,6 +75,10 @@ class Exact(NamedTuple):
 def scale_of(refs: dict[str, Any], name: str, s: Any) -> tuple[Array, Callable[[Any, Any], Array]]:
     """(a power of two, values of a gradient as float16 of at most 1 in size) for all of refs[name][s]."""
     most = lambda c, so_far: jnp.maximum(so_far, jnp.max(jnp.abs(refs[name][s, c].astype(F32))))
-    most = over_chunks(refs[name].shape[1], most, F32(0))
-    size = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(most > 0, most, F32(1)))))
-    return size, lambda rows, c: (refs[name][rows, c].astype(F32) * (1 / size)).astype(F16)
+    size = power(over_chunks(refs[name].shape[1], most, F32(0)))
+    return size, scaled_by(refs, name, size)
+
+
+def scaled_by(refs: dict[str, Any], name: str, size: Array) -> Callable[[Any, Any], Array]:
+    """Values of refs[name] at (rows, columns) over a scale that is known, float16."""
+    return lambda rows, c: (refs[name][rows, c].astype(F32) * (1 / size)).astype(F16)

@@ -27,7 +27,7 @@ from kernels.path.gpu_blocks import (
     split,
     triangle,
 )
-from kernels.path.gpu_gradients import Exact, Scaled, scale_of
+from kernels.path.gpu_gradients import Exact, Scaled, power, scale_of, scaled_by
 from kernels.path.gpu_keys import over_chunks
 
 Array = jax.Array
@@ -45,7 +45,8 @@ def _blocks_du_body(interpret: bool, refs: dict[str, Any]) -> None:
     """du_all and dk_left."""
     top, bottom = HALVES
     dim, here = refs["w16"].shape[1], partial(barrier, interpret)
-    (size, dp), (y_size, y) = scale_of(refs, "dp", slice(None)), scale_of(refs, "dk0", top)
+    size, (y_size, y) = power(jnp.max(refs["dp_most"][0, :])), scale_of(refs, "dk0", top)
+    dp = scaled_by(refs, "dp", size)
     g = lambda s, c: dot(refs["w16"][s, :], dp(slice(None), c))
 
     def meet(c: Any, totals: Any) -> Any:
@@ -75,7 +76,8 @@ def _blocks_dw_body(interpret: bool, refs: dict[str, Any]) -> None:
     """dw_out."""
     top, bottom = HALVES
     dim, here = refs["w16"].shape[1], partial(barrier, interpret)
-    (size, dp), (y_size, y) = scale_of(refs, "dp", slice(None)), scale_of(refs, "dk0", top)
+    size, (y_size, y) = power(jnp.max(refs["dp_most"][0, :])), scale_of(refs, "dk0", top)
+    dp = scaled_by(refs, "dp", size)
     v = lambda s, c: dot(refs["u16"][s, :], dp(c, slice(None)), tb=True)
 
     def meet(c: Any, totals: Any) -> Any:
@@ -165,13 +167,14 @@ def block_keys_backward(
     """Gradients of `block_keys`: dk (tokens, k's dtype), float32 dw_sum (tokens), dbeta (line).
 
     keys: its results. back, summed over query heads: dk_in (tokens), dw, du, dz (rows), dk_half from
-    `block_queries_backward`; dk0 (tokens): of the keys at the right edge; dp: of the products.
+    `block_queries_backward`; dk0 (tokens): of the keys at the right edge; dp: of the products,
+    and dp_most [B, K, T / 128, 1, D], the largest size in some rows of each (its maximum is that of all).
     """
     batch, length, heads, dim = k.shape
     rows = lambda names, arrays: {n: ("rows", arrays[n], 1) for n in names}
     wide = jax.ShapeDtypeStruct((batch, heads, length, dim), F32)
     shared = rows(("w16", "u16", "k_half"), keys)
-    shared |= {"dk0": ("tokens", back["dk0"], 1), "dp": ("square", back["dp"], 1)}
+    shared |= {"dk0": ("tokens", back["dk0"], 1)} | {n: ("square", back[n], 1) for n in ("dp", "dp_most")}
     grid, blocks = (batch, heads, length // BLOCK), partial(launch, warps=WARPS, interpret=interpret)
     inputs = shared | rows(("du",), back) | {"dk_half": ("left half", back["dk_half"], 1)}
     outputs: dict[str, Operand] = dict.fromkeys(("du_all", "dk_left"), ("rows", wide, 1))

@@ -84,9 +84,10 @@ def runs(p: Split, level: Level, top: bool, interpret: bool) -> tuple[Array, Arr
 
 def runs_backward(
     p: Array, made: Array, druns: Array, above: tuple[Array, Array, Array] | None, level: Level, interpret: bool
-) -> Array:
+) -> tuple[Array, Array]:
     """Gradient in p, shaped like it, from those of `runs`: druns of the pairs; above, None at the top level: of the
-    last radix runs, of left and of whole. p: the first of its two parts.
+    last radix runs, of left and of whole. p: the first of its two parts. And the largest size in it, [B, K, n, 1, D]:
+    of 64 rows each, so that the maximum of a line is that of a matrix.
 
     Chain a hands Γ back from its end: dP_c += R_acᵀ Γ, Γ ← Γ P_cᵀ + dR_ac for c = 0 … a − 1. One kernel walks the
     chains and leaves every Γ, float16 times a power of two per 64 rows; the other adds for every child.
@@ -137,7 +138,7 @@ def runs_backward(
         name="path_runs_walk",
     )(*arrays)
 
-    def add(runs_ref: Any, gamma_ref: Any, size_ref: Any, out_ref: Any) -> None:
+    def add(runs_ref: Any, gamma_ref: Any, size_ref: Any, out_ref: Any, most_ref: Any) -> None:
         child = lax.rem(lax.div(pl.program_id(2), jnp.int32(parts)), jnp.int32(r))
         rows = pl.ds(lax.rem(pl.program_id(2), jnp.int32(parts)) * ROWS, ROWS)
 
@@ -148,17 +149,21 @@ def runs_backward(
             return total + scaled.under(runs_ref[pair, here, rows])
 
         zeros = jnp.zeros((ROWS, dim), F32)
-        out_ref[child, rows, :] = lax.fori_loop(0, (chains - child) * parts, one, zeros)
+        total = lax.fori_loop(0, (chains - child) * parts, one, zeros)
+        out_ref[child, rows, :] = total
+        most_ref[child, 0, rows] = jnp.broadcast_to(jnp.max(jnp.abs(total)), (ROWS,))
 
     each = r * parts
     line = pl.BlockSpec((None, None, None, count, dim), lambda b, h, i: (b, h, i // each, 0, 0))
-    return pl.pallas_call(
+    most = pl.BlockSpec((None, None, None, r, 1, dim), lambda b, h, i: (b, h, i // each, 0, 0, 0))
+    dp, sizes = pl.pallas_call(
         add,
         grid=(batch, heads, parents * each),
         in_specs=[*_specs([count, count], each, dim), line],
-        out_specs=_specs([r], each, dim)[0],
-        out_shape=shape(r, dim, dim),
+        out_specs=[*_specs([r], each, dim), most],
+        out_shape=(shape(r, dim, dim), shape(r, 1, dim)),
         compiler_params=params(3),
         interpret=interpret,
         name="path_runs_add",
-    )(made, gammas, sizes).reshape(p.shape)
+    )(made, gammas, sizes)
+    return dp.reshape(p.shape), sizes.reshape(*p.shape[:3], 1, dim)

@@ -109,6 +109,18 @@ def test_blocks_are_the_transform(same: float | None) -> None:
     assert relative_rms(got["o"][0, :, 0], o) < 2.5e-3
 
 
+@pytest.mark.parametrize("most", [0.0, 1e-45, 1e-40, 1e-38, 1e-31, 0.7, 1.0, 3e4, 1e30, 3e38])
+def test_scales_of_gradients_of_any_size(most: float) -> None:
+    """What follows from gates that have shut, or from a do of any size, is finite and comes back."""
+    from kernels.path.gpu_gradients import Exact, Scaled
+
+    x = jnp.asarray(most * np.random.default_rng(0).uniform(-1, 1, (64, 64)), jnp.float32).at[0, 0].set(most)
+    with jax.debug_nans(True):
+        for made, exact in ((Scaled.of(x), 2**-11), (Exact.of(x), 2**-20)):
+            back = sum(part.astype(jnp.float32) for part in made[:-1]) * made[-1]
+            assert np.abs(np.asarray(back, np.float64) - np.asarray(x, np.float64)).max() <= max(exact * most, 1e-37)
+
+
 # ---- All of it ----
 
 
