@@ -18,9 +18,9 @@ Array = jax.Array
 
 
 def power(most: Array) -> Array:
-    """The power of two from `most` on, within 2⁻¹⁰⁰ … 2¹²⁶, where it has a reciprocal: gradients behind gates that have
+    """The power of two from `most` on, within 2⁻¹⁰⁰ … 2¹²⁰, where it has a reciprocal: gradients behind gates that have
     shut are subnormal numbers."""
-    return jnp.exp2(jnp.clip(jnp.ceil(jnp.log2(most)), -100, 126))
+    return jnp.exp2(jnp.clip(jnp.ceil(jnp.log2(most)), -100, 120))
 
 
 class Scaled(NamedTuple):
