@@ -62,15 +62,16 @@ def losses(cell: Cell, rows: int = 4, length: int = 1024) -> dict[str, Any]:
         row: dict[str, Any] = {"case": cell.scheme, "pass": "losses", "mesh": name, "dtype": dtype, "gpus": cell.gpus}
         row |= {"B": rows, "T": length, "tolerance": TOLERANCE[dtype]}
         try:
-            row["losses"] = _train(config(dtype, name), *built[dtype, name].result())
+            row["losses"], row["sound"] = _train(config(dtype, name), *built[dtype, name].result())
         except Exception as problem:
             found.append(row | {"failed": words(problem), "passed": False})
             continue
         if name == "one":
             one[dtype] = row["losses"]
+            row["passed"] = row["sound"]
         elif dtype in one:
             apart = float(np.abs(np.array(row["losses"]) - np.array(one[dtype])).max())
-            row |= {"apart": apart, "passed": bool(apart <= TOLERANCE[dtype])}
+            row |= {"apart": apart, "passed": row["sound"] and bool(apart <= TOLERANCE[dtype])}
         found.append(row)
     return {"rows": found}
 
@@ -89,7 +90,8 @@ def _compiled(config: Config) -> tuple[Any, Any]:
         return make_init(config, model, optimizer).lower().compile(), step
 
 
-def _train(config: Config, init: Any, step: Any) -> list[float]:
+def _train(config: Config, init: Any, step: Any) -> tuple[list[float], bool]:
+    """The losses, and whether every update was finite: a step that is not leaves the parameters as they were."""
     rows, length = config.data.batch_size, config.data.sequence_length
     random, state, found = np.random.default_rng(1), init(), []
     for _ in range(STEPS):
@@ -99,7 +101,7 @@ def _train(config: Config, init: Any, step: Any) -> list[float]:
         batch = {"tokens": tokens[:, :-1], "targets": targets, "weights": np.ones(targets.shape, np.float32)}
         state, report = step(state, place_batch(batch, mesh_of(config), rows))
         found.append(float(report.loss.value()))
-    return found
+    return found, bool(state.sound)
 
 
 def trainer(cell: Cell) -> dict[str, Any]:
@@ -114,6 +116,8 @@ def trainer(cell: Cell) -> dict[str, Any]:
     if all("losses" in one for one in done.values()):
         apart = float(np.abs(np.array(done["one"]["losses"]) - np.array(done["mesh"]["losses"])).max())
         row["apart"] = apart
+    lines = [one["output"].strip().splitlines()[-1] for one in done.values() if one.get("output", "").strip()]
+    row |= {"failed": lines[0]} if lines else {}
     row["passed"] = all(one["status"] == 0 for one in done.values()) and row.get("apart", 1.0) <= row["tolerance"]
     return {"rows": [row]}
 

@@ -30,13 +30,23 @@ def tables(results: dict[str, Any]) -> str:
         parts += ["**Attention alone, one row of 131,072 tokens spread over the GPUs**", attention_table(attended)]
     losses = [row for row in rows if row["pass"] == "losses"]
     if losses:
-        parts += ["**Losses of a small model against one GPU**", loss_table(losses)]
-    failed = [
-        f"- `{row['cell']}`: {_short(row['failed'])}" for row in rows if "failed" in row and row["pass"] != "losses"
-    ]
-    if failed:
-        parts += ["Not measured:", "\n".join(failed)]
+        parts += [
+            "**Losses of a small model over five steps: largest difference from one GPU, nats**",
+            loss_table(losses),
+        ]
+    missing = not_measured(rows)
+    if missing:
+        parts += ["Not measured:", missing]
     return "\n\n".join(parts)
+
+
+def not_measured(rows: Sequence[Row]) -> str:
+    """Cells without a result, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if "failed" in row and row["pass"] != "losses":
+            reasons.setdefault(_short(row["failed"]), []).append(f"`{row['cell']}`")
+    return "\n".join(f"- {reason}: {', '.join(cells)}" for reason, cells in reasons.items())
 
 
 def _made(name: str, env: Row) -> str:
@@ -148,11 +158,19 @@ def attention_table(rows: Sequence[Row]) -> str:
 
 
 def loss_table(rows: Sequence[Row]) -> str:
-    head = ["scheme", "type", "mesh", "largest difference of 5 losses, nats", "tolerance", "passed"]
+    """Schemes and types by meshes: the largest difference of the losses from one GPU's, nats."""
+    spread = [row for row in rows if row.get("mesh") != "one" or not row.get("passed", True)]
+    meshes = list(dict.fromkeys(row["mesh"] for row in spread if "mesh" in row))
     body = []
-    for row in (row for row in rows if row.get("mesh") != "one"):
-        said = f"{row['apart']:.1e}" if "apart" in row else _short(str(row.get("failed", "")))
-        mesh, tolerance = row.get("mesh", ""), row.get("tolerance", "")
-        body.append([f"`{row['case']}`", row.get("dtype", ""), mesh, said, f"{tolerance:g}" if tolerance else ""])
-        body[-1].append("yes" if row.get("passed") else "no")
-    return table(head, body)
+    for case, dtype in dict.fromkeys((row["case"], row.get("dtype", "")) for row in spread):
+        own = {row.get("mesh"): row for row in spread if (row["case"], row.get("dtype", "")) == (case, dtype)}
+        tolerance = next((f"{row['tolerance']:g}" for row in own.values() if "tolerance" in row), "")
+        body.append([f"`{case}`", dtype, tolerance, *(_loss_cell(own.get(mesh)) for mesh in meshes)])
+    return table(["scheme", "type", "tolerance", *meshes], body)
+
+
+def _loss_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    said = f"{row['apart']:.1e}" if "apart" in row else _short(str(row.get("failed", "")))
+    return said if row.get("passed") else f"**{said}**"

@@ -127,9 +127,20 @@ def test_tables_compare_with_one_gpu(tmp_path: Path) -> None:
     assert "some day: None, driver None, jax 1" in text
     line = next(line for line in text.splitlines() if "| 64 × 2,048 |" in line)
     assert "| 95.0% | 1.0 | 20.0% | 5.0% |" in line
-    assert "- `trainer rope x4`: out of memory" in text
+    assert "- out of memory: `trainer rope x4`" in text
     assert "Tensor parallel" in text
     assert "Context parallel" not in text
+
+
+def test_losses_stand_by_mesh_and_what_fails_stands_out() -> None:
+    row = {"pass": "losses", "case": "rope", "dtype": "float32", "tolerance": 1e-4}
+    rows = [row | {"mesh": "one"}, row | {"mesh": "fsdp", "apart": 2e-7, "passed": True}]
+    rows += [row | {"mesh": "tensor", "apart": 0.25, "passed": False}]
+    rows += [row | {"mesh": "fsdp", "case": "fox", "failed": "it broke", "passed": False}]
+    lines = report.loss_table(rows).splitlines()
+    assert lines[0] == "| scheme | type | tolerance | fsdp | tensor |"
+    assert lines[2] == "| `rope` | float32 | 0.0001 | 2.0e-07 | **2.5e-01** |"
+    assert lines[3] == "| `fox` | float32 | 0.0001 | **it broke** |  |"
 
 
 WORKER = """
@@ -191,9 +202,9 @@ def test_losses_on_a_mesh_are_those_of_one_device(monkeypatch: pytest.MonkeyPatc
     assert len(set(one["losses"])) == len(spread["losses"]) == checks.STEPS
     monkeypatch.setattr(checks, "TOLERANCE", {"float32": -1.0})
     monkeypatch.setattr(checks, "_compiled", lambda config: (None, None))
-    monkeypatch.setattr(checks, "_train", lambda config, *_: [1.0 + config.mesh.size] * 2)
+    monkeypatch.setattr(checks, "_train", lambda config, *_: ([1.0 + config.mesh.size], config.mesh.size > 1))
     one, spread = checks.losses(Cell("losses", "bam+ssmax", 4), rows=4, length=32)["rows"]
-    assert (spread["apart"], spread["passed"]) == (3.0, False)
+    assert (one["passed"], spread["apart"], spread["passed"]) == (False, 3.0, False)
 
 
 def test_ways_to_spread_use_all_gpus() -> None:
