@@ -35,7 +35,7 @@ def checks(model: LM, params: Any, length: int, new_tokens: int = 8) -> list[dic
     gap = 0.0
     for prompt, answer in zip(prompts, generate(model, params, prompts, new_tokens, chunk=length), strict=True):
         gap = max(gap, _gap(exact, params, features(exact, row=prompt + answer[:-1])[-len(answer) :], answer))
-    found.append((f"{new_tokens} greedy tokens, gap to the likeliest", gap, 10 * bound))
+    found.append((f"{new_tokens} greedy tokens, gap to the likeliest", gap, 4 * bound))
     for name, error, allowed in found:
         if not error <= allowed:
             raise FloatingPointError(f"{name}: error {error:.2e}, more than {allowed:g}")
