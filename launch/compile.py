@@ -8,8 +8,8 @@ without model.scan, model.remat and train.accumulate: layers as a loop, remat=at
 does not divide is rounded up. What was chosen is printed. A configuration that does not fit is reported with the
 largest batch that does; then the exit status is 3. Speeds are estimates under the assumptions that are printed.
 
-The program is compiled with the least effort, which takes minutes instead of tens of them and places memory to within
-a percent. What comes near the limit, or everything with --full, is compiled once more as a run does it.
+The program is compiled with the least effort, which takes minutes instead of tens of them and some percent more memory.
+What comes near the limit, or everything with --full, is compiled once more as a run does it.
 """
 
 import argparse
@@ -33,9 +33,7 @@ from launch.program import DoesNotFit, Program, compile_step, rows_of, topology_
 from launch.roofline import ASSUMPTIONS, estimate
 
 Compile = Callable[..., Program]  # (config, quick=…)
-_NEAR = (
-    1.05  # what is within this factor of a chip's memory with the least effort may be on the other side of it with more
-)
+_NEAR = 1.15  # within this factor of a chip's memory the least effort and a run's may come to different answers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -84,7 +84,7 @@ def compile_step(config: Config, devices: list[Any], platform: str = "tpu", *, q
     """Compile the jitted train step of `config` for `devices`. DoesNotFit if it needs more memory than a device has.
 
     quick: let XLA take the first schedule that it finds instead of looking for the fastest, in a tenth of the time;
-    kernels are the same, memory is so within a percent, and some arrays are sent twice (docs/scaling.md compares).
+    kernels are the same, memory is some percent more (docs/scaling.md compares).
     """
     mesh = make_mesh(config.mesh, devices)
     assert mesh is not None

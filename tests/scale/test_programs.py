@@ -231,11 +231,11 @@ def test_the_largest_batch_that_fits_is_found(limit: int) -> None:
 @pytest.mark.parametrize(
     ("wanted", "full", "fits", "efforts"),
     [
-        (14.9, False, True, ["quick"]),
-        (14.9, True, True, ["quick", "full"]),
-        (15.1, False, True, ["quick", "full"]),  # too close to tell
-        (16.5, False, True, ["quick", "full"]),
-        (16.6, True, False, ["quick"]),
+        (13.6, False, True, ["quick"]),
+        (13.6, True, True, ["quick", "full"]),
+        (13.8, False, True, ["quick", "full"]),  # too close to tell
+        (18.1, False, True, ["quick", "full"]),
+        (18.2, True, False, ["quick"]),
         (None, False, False, ["quick"]),
     ],
 )
