@@ -21,7 +21,7 @@ def write_tables(results: Path, page: Path = PAGE) -> None:
 
 def tables(results: dict[str, Any]) -> str:
     rows = results["rows"]
-    parts = [" ".join(_made(name, env) for name, env in results["runs"].items())]
+    parts = ["\n".join(f"- {_made(name, env)}" for name, env in results["runs"].items())]
     trained = [row for row in rows if row["pass"] == "train_step" and "ms" in row]
     for title, kept in _groups(trained).items():
         parts += [f"**{title}**", train_table(kept, trained)]
@@ -52,7 +52,8 @@ def not_measured(rows: Sequence[Row]) -> str:
 def _made(name: str, env: Row) -> str:
     """With what a run was made."""
     with_what = f"{env.get('device')}, driver {env.get('driver')}, jax {env.get('jax')}"
-    return f"{name}: {with_what}, commit `{env.get('commit')}`; XLA flags `{env.get('flags')}`."
+    beside = f"; {env['beside']}" if "beside" in env else ""
+    return f"{name}: {with_what}, commit `{env.get('commit')}`; XLA flags `{env.get('flags')}`{beside}."
 
 
 def _short(text: str) -> str:
