@@ -25,6 +25,9 @@ from bampath.step import Declared, abstract_state, batch_loss, build_model, decl
 _WORKING_SHARE, _SAVED_SHARE = 0.6, 0.5
 # PaTH's kernels carry queries and keys from superblock to superblock and keep more than autodiff of the plain form.
 _PATH_WORKING_SHARE = 1.7
+# With context, bytes for each number in the keys and values of whole rows: two chunks' copies and their gradients;
+# PaTH's are float32 and carried over all chunks in between.
+_ROW_BYTES, _PATH_ROW_BYTES = 12, 50
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def estimate(config: Config, declared: Declared, mesh: Mesh | None) -> Memory:
         gradients=parameters,
         accumulated=parameters if config.train.accumulate > 1 else 0,
         saved=round(share * per_row * rows),
-        working=round(working * whole_row * rows / model.layers),
+        working=round(working * whole_row * rows / model.layers) + row_bytes(config, rows),
         loss=loss_bytes(local, rows),
         head=head,
         gathered=gathered,
@@ -122,6 +125,15 @@ def saved_bytes(config: Config, remat: Any) -> float:
         return per_row(layers)
     one, two = per_row(period), per_row(2 * period)
     return one + (two - one) * (layers / period - 1)
+
+
+def row_bytes(config: Config, rows: int) -> int:
+    """With context, keys and values of whole rows, as the layer at work holds them."""
+    model, mesh = config.model, config.mesh
+    if mesh.context == 1:
+        return 0
+    numbers = 2 * rows * config.data.sequence_length * (model.kv_heads // mesh.tensor) * model.head_dim
+    return numbers * (_PATH_ROW_BYTES if has_path(config) else _ROW_BYTES)
 
 
 def has_path(config: Config) -> bool:
