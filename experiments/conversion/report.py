@@ -34,10 +34,16 @@ def write_report(folder: Path, results: dict[str, Any]) -> Path:
 
 
 def last_rows(rows: Sequence[Row]) -> list[Row]:
-    """The measurements after the last stage of each case."""
+    """The measurements after the last stage of each case, whose name says which where others have gone further."""
     order = list(STAGES)
-    latest = {case: max(own, key=lambda r: order.index(r["after"]))["after"] for case, own in by(rows, "case").items()}
-    return [row for row in rows if row["after"] == latest[row["case"]]]
+    latest = {case: max((r["after"] for r in own), key=order.index) for case, own in by(rows, "case").items()}
+    furthest = max(latest.values(), key=order.index, default="")
+
+    def name(case: str) -> str:
+        behind = latest[case] not in ("untrained", furthest)
+        return f"{case}, {STAGES[latest[case]]}" if behind else case
+
+    return [{**row, "case": name(row["case"])} for row in rows if row["after"] == latest[row["case"]]]
 
 
 def report(results: dict[str, Any]) -> str:
@@ -56,6 +62,8 @@ def report(results: dict[str, Any]) -> str:
         "Every window sees the same rows; brackets: 95 % interval over rows.",
         "## Passkeys found",
         passkey_table(rows, context),
+        "## Digits of them, the earlier ones given",
+        digits_table(rows, context),
         "Brackets: 95 % interval (Wilson's, over several seeds Student's where that is wider).",
         "![Perplexity by position](figures/perplexity.png)",
         "![Passkeys by length](figures/passkey.png)",
@@ -109,6 +117,21 @@ def passkey_table(rows: Sequence[Row], context: int) -> str:
     return table(head, body)
 
 
+def digits_table(rows: Sequence[Row], context: int) -> str:
+    """The share of the keys' tokens that were right, each after the right ones before it."""
+    lines = _lines(rows, "passkey")
+    lengths = sorted({row["length"] for _, _, own in lines for row in own})
+    found = [(case, stage, {row["length"]: row["token_accuracy"] for row in own}) for case, stage, own in lines]
+    head = ["case", "after", *(f"{short_number(n)} ({n // context}×)" for n in lengths)]
+    return table(
+        head,
+        [
+            [f"`{case}`", STAGES[stage], *(f"{own[n]:.2f}" if n in own else "" for n in lengths)]
+            for case, stage, own in found
+        ],
+    )
+
+
 def training_table(rows: Sequence[Row]) -> str:
     """Tokens, first and last loss, speed and seconds of every stage."""
     body = []
@@ -128,40 +151,44 @@ def write_figures(folder: Path, results: dict[str, Any]) -> list[Path]:
         save(perplexity_figure(last_rows(of("perplexity")), context), folder / "perplexity.png"),
         save(passkey_figure(last_rows(of("passkey")), context), folder / "passkey.png"),
     ]
-    training = of("training")
+    training, cases = of("training"), list(by(rows, "case"))
     if training:
-        made.append(save(loss_figure(training), folder / "losses.png"))
+        made.append(save(loss_figure(training, cases), folder / "losses.png"))
     layered = [row for row in training if row["layers"]]
     if layered:
-        made.append(save(layer_figure(layered), folder / "layers.png"))
+        made.append(save(layer_figure(layered, cases), folder / "layers.png"))
     return made
 
 
-def loss_figure(rows: Sequence[Row]) -> Figure:
+def _look(row: Row, cases: Sequence[str]) -> dict[str, Any]:
+    """The same line for a case in every figure."""
+    index = cases.index(row["case"])
+    return {"color": COLOURS[index % 8], "ls": DASHES[index % 8], "lw": 1.6, "label": row["case"]}
+
+
+def loss_figure(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
     """The loss over steps, a panel per stage: each has its own loss, and a case that only continues has the text's."""
     stages = [stage for stage in STAGES if any(row["after"] == stage for row in rows)]
-    cases = list(by(rows, "case"))
     with style():
         figure = Figure(figsize=(3.6 * len(stages) + 1.6, 3.4), layout="constrained")
         panels = figure.subplots(1, len(stages), squeeze=False)[0]
+        lines: dict[str, Any] = {}
         for panel, stage in zip(panels, stages, strict=True):
             for row in (row for row in rows if row["after"] == stage):
-                index = cases.index(row["case"])
-                look: dict[str, Any] = {"color": COLOURS[index % 8], "ls": DASHES[index % 8], "lw": 1.6}
-                panel.plot(row["curve"]["step"], row["curve"]["loss"], label=row["case"], **look)
+                curve = row["curve"]
+                (lines[row["case"]],) = panel.plot(curve["step"], curve["loss"], **_look(row, cases))
             panel.set(title=STAGES[stage], xlabel="step", ylabel="loss", yscale="log")
-        panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        panels[-1].legend(handles=list(lines.values()), loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def layer_figure(rows: Sequence[Row]) -> Figure:
+def layer_figure(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
     """The error of attention outputs over the teacher's mean square, by layer, at the end of stage 1."""
     with style():
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
         axes = figure.add_subplot()
-        for index, row in enumerate(rows):
-            look: dict[str, Any] = {"color": COLOURS[index % 8], "ls": DASHES[index % 8], "lw": 1.6}
-            axes.plot(np.arange(len(row["layers"])), row["layers"], label=row["case"], **look)
+        for row in rows:
+            axes.plot(np.arange(len(row["layers"])), row["layers"], **_look(row, cases))
         axes.set(xlabel="layer", ylabel="error / mean square", yscale="log", title="Attention outputs after stage 1")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -73,7 +73,7 @@ def rows() -> list[dict[str, Any]]:
                     "perplexity": float(np.exp(loss)),
                 }
                 found.append({**facts, "benchmark": "perplexity", **window, **spread})
-                key = {"length": 8 * n, "samples": 4, "correct": n - 1}
+                key = {"length": 8 * n, "samples": 4, "correct": n - 1, "token_accuracy": n / 5}
                 found.append({**facts, "benchmark": "passkey", **key})
     curve = {"step": [1, 2], "loss": [0.5, 0.25]}
     training = {"after": "stage1", "tokens": 64, "seconds": 3.0, "tokens_per_second": None, "layers": [0.5, 0.1]}
@@ -90,6 +90,7 @@ def test_the_report_holds_every_number(tmp_path: Path) -> None:
     text = write_report(tmp_path, {"env": env, "study": study, "rows": rows()}).read_text(encoding="utf-8")
     assert f"| `nope` | stage 1 | {np.exp(8.0):.2f} [{np.exp(7.9):.2f}, {np.exp(8.1):.2f}] |" in text
     assert "| `rope` | not trained | 0.00 [0.00, 0.49] | 0.25 [0.05, 0.70] | 0.75 [0.30, 0.95] |" in text
+    assert "| `nope` | stage 1 | 0.20 | 0.40 | 0.80 |" in text
     assert "| `nope` | stage 1 | 64 | 0.5 | 0.25 | not measured | 3 s |" in text
     assert "--resume" in text
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {
@@ -98,7 +99,16 @@ def test_the_report_holds_every_number(tmp_path: Path) -> None:
         "losses.png",
         "layers.png",
     }
-    assert {row["after"] for row in last_rows(rows()[:-1]) if row["case"] == "nope"} == {"stage1"}
+    assert {(row["case"], row["after"]) for row in last_rows(rows()[:-1])} == {
+        ("rope", "untrained"),
+        ("nope", "stage1"),
+    }
+
+
+def test_a_case_that_is_behind_says_so_in_the_figures() -> None:
+    found = rows()[:-1]
+    further = [{**row, "case": "path", "after": "stage2"} for row in found if row["after"] == "stage1"]
+    assert {row["case"] for row in last_rows([*found, *further])} == {"rope", "nope, stage 1", "path"}
 
 
 @pytest.mark.slow
