@@ -11,12 +11,18 @@ Row = dict[str, Any]
 
 
 def tables(report: dict[str, Any]) -> str:
-    env, rows = report["env"], report["rows"]
-    known = [f"{n} {env[n]}" for n in (*SHOWN, "flash-attn3-jax") if n in env]
+    rows = report["rows"]
+    known = [f"{n} {v}" for n in (*SHOWN, "flash-attn3-jax") for v in [versions(report, n)] if v]
     letters = dict(zip(report["runs"], "abcdefghijklmnopqrstuvwxyz", strict=False))
     runs = [f"{letter}: {name}, commit {report['runs'][name]['commit']}" for name, letter in letters.items()]
     head = [", ".join(known) + ".", "", f"Runs: {'; '.join(runs)}. Ratios are within a run.", ""]
     return "\n".join([*head, *speed(rows, letters), "", *decode(rows, letters), "", *checks(rows, letters)])
+
+
+def versions(report: dict[str, Any], package: str) -> str:
+    """Of all runs; a run may have gone without a package that is a peer in another."""
+    found = dict.fromkeys(env[package] for env in report["runs"].values() if package in env)
+    return " and ".join([v for v in found if v != "not installed"] or found)
 
 
 def label(row: Row) -> str:

@@ -3,8 +3,8 @@
     python -m kernels.attention.tune [--backend pallas_triton | mosaic_gpu] [--out FILE]
 
 Every candidate of a kernel is timed with the other kernels at their present tiles; what does not compile is left out.
-The fastest of each row is written to triton_gpu_tiles.json or mosaic_gpu_tiles.json. Candidates for the cutting of a
-decode call are timed as well and printed: their winner is the default of `triton_decode.make_plan`.
+The fastest of each row, by its least time, is written to triton_gpu_tiles.json or mosaic_gpu_tiles.json. Candidates for
+the cutting of a decode call are timed as well and printed: their winner is the default of `triton_decode.make_plan`.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
         path = Path(__file__).with_name(f"{name}_tiles.json")
         table = json.loads(path.read_text())
         mine = [r for r in rows if "ms" in r and r["backend"] == ("pallas_triton" if name == "triton_gpu" else name)]
-        for row in sorted(mine, key=lambda r: -r["ms"]):  # the fastest last
+        for row in sorted(mine, key=lambda r: -r["ms_min"]):  # the fastest last
             if name == "triton_gpu":
                 size = "2" if row["dtype"] == "bfloat16" else "4"
                 table[size][str(row["head_dim"])][row["kernel"]] = row["tiles"]
