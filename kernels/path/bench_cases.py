@@ -33,6 +33,7 @@ class Case:
     beta: float | None = None
     same: float | None = None
     dtype: str = "bfloat16"
+    gate: float | None = None  # of all tokens; None: 0.95 … 1
 
 
 CHECKS = (
@@ -41,6 +42,7 @@ CHECKS = (
     Case("path, float16, head 32", (1, 777, 2, 32), dtype="float16"),
     Case("path-fox + prior + sharpness, packed, head 80, GQA", (2, 700, 4, 80), 2, gates=True, everything=True),
     Case("one short row", (1, 100, 2, 64), gates=True),
+    Case("path-fox, gates of one half", (1, 1024, 2, 64), gates=True, gate=0.5),
     Case("beta 2", (1, 4096, 2, 64), beta=2.0),
     Case("repeated tokens, beta 1.99", (1, 4096, 2, 64), beta=1.99, same=0.0),
     Case("nearly repeated tokens, beta 1.99", (1, 4096, 2, 64), beta=1.99, same=0.01),
@@ -69,7 +71,10 @@ def draw(case: Case) -> Arrays:
     arrays: Arrays = {n: jnp.asarray(normal(h), dtype) for n, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
     arrays |= {"w": jnp.asarray(w), "beta": jnp.asarray(beta, jnp.float32)}
     if case.gates:
-        arrays["gates"] = jnp.asarray(np.log(r.uniform(0.95, 1, (batch, length, heads))), jnp.float32)
+        drawn = r.uniform(0.95, 1, (batch, length, heads))
+        arrays["gates"] = jnp.asarray(
+            np.log(drawn if case.gate is None else np.full_like(drawn, case.gate)), jnp.float32
+        )
     if case.everything:
         arrays["sharpness"] = jnp.asarray(r.uniform(0.5, 1.5, (batch, length, heads)), jnp.float32)
         alpha, power = r.normal(-3, 1, heads), r.uniform(0.5, 1, heads)

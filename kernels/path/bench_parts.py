@@ -152,7 +152,7 @@ def speed_part(shape: tuple[int, int, int, int]) -> list[Callable[[], list[Row]]
 
 
 def decode(length: int, lazy: bool, implementation: str | None = None) -> Callable[[], list[Row]]:
-    """implementation: of the lazy steps' attention to the cache, None for the one that is taken by itself."""
+    """implementation: of the lazy steps' attention to the cache."""
     draw = jax.jit(partial(cases.decode_inputs, length))
     made = jax.jit(cases.decode(lazy, length, implementation)).lower(*jax.eval_shape(draw)).compile()
     drawn = draw.lower().compile()
@@ -171,7 +171,7 @@ def decode(length: int, lazy: bool, implementation: str | None = None) -> Callab
 
 
 def decode_part() -> list[Callable[[], list[Row]]]:
-    ways: tuple[tuple[Any, ...], ...] = ((True,), (True, "xla"), (False,))
+    ways: tuple[tuple[Any, ...], ...] = ((True, "triton_decode"), (True, "xla"), (False,))
     return side_by_side([partial(decode, length, *way) for length in DECODE_LENGTHS for way in ways])
 
 

@@ -69,7 +69,7 @@ def kernels(rows: list[Row]) -> list[str]:
     names = sorted({n for one in spent for n in one}, key=lambda n: -sum(one.get(n, 0) for one in spent))
     large = [n for n in names if any(one.get(n, 0) >= 0.01 * sum(one.values()) for one in spent)]
     for n in large:
-        out.append(f"| `{n}` | " + " | ".join(f"{one.get(n, 0):.2f}" for one in spent) + " |")
+        out.append(f"| `{n}` | " + " | ".join(f"{one[n]:.2f}" if n in one else "–" for one in spent) + " |")
     rest = [sum(ms for n, ms in one.items() if n not in large) for one in spent]
     return [*out, "| the rest | " + " | ".join(f"{ms:.2f}" for ms in rest) + " |"]
 

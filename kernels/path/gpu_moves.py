@@ -98,9 +98,7 @@ def carry(
     out_specs = [_whole(out, level.stored, level) for level, out in zip(levels, outs, strict=False)]
     out_specs += [tokens] * (len(outs) - len(levels))
     grid = (batch, heads, length // BLOCK)
-    made: list[Array] = _call(
-        body, grid, (k, *runs), outs, specs, out_specs, "path_carry", interpret, 2 if dim > 64 else 1
-    )
+    made: list[Array] = _call(body, grid, (k, *runs), outs, specs, out_specs, "path_carry", interpret)
     return made[: len(levels)], [k, *made[len(levels) :]] if edges else []
 
 

@@ -31,7 +31,8 @@ from kernels.path.decode import check_past, check_tokens, merge, move_keys, refl
 
 Array = jax.Array
 BACKENDS: dict[str, str] = {"xla": "kernels.path.lazy_xla", "triton_decode": "kernels.attention.triton_decode"}
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton_decode", "xla"), "tpu": ("xla",)}
+# On an H200 "xla" is the faster one (docs/path.md): "triton_decode" is taken only when it is named.
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +98,7 @@ def lazy_token(
     there. past_v, past_positions, past_segment_ids and past_log_gates [B, S, …] hold the new token already, at slot
     `start` (int32 scalar, less than S); past_k is as the last step left it. window: tokens between two folds.
     implementation: a name in BACKENDS for the attention to the cache, or None for the best one that supports the call
-    ("triton_decode" splits long caches over the GPU); a named one never falls back.
+    ("triton_decode" splits long caches over the GPU in a kernel of its own); a named one never falls back.
 
     Returns (o [B, 1, H, Dv] in q's dtype, past_k with the token's key, what is pending). Raises ValueError or TypeError
     that names the argument, its value and what would be right.
