@@ -27,7 +27,7 @@ _WORKING_SHARE, _SAVED_SHARE = 0.6, 0.5
 _PATH_WORKING_SHARE = 1.7
 # With context, bytes for each number in the keys and values of whole rows: two chunks' copies and their gradients;
 # PaTH's are float32 and carried over all chunks in between.
-_ROW_BYTES, _PATH_ROW_BYTES = 12, 50
+_ROW_BYTES, _PATH_ROW_BYTES = 24, 50
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,12 @@ def estimate(config: Config, declared: Declared, mesh: Mesh | None) -> Memory:
     head, gathered = _gathered_bytes(config, declared)
     share = _SAVED_SHARE if model.remat == "none" else 1.0
     working = _PATH_WORKING_SHARE if has_path(config) else _WORKING_SHARE
+    cut = config.mesh.tensor if model.scan else 1  # what a loop over layers keeps, XLA cuts over tensor as well
     return Memory(
         state=sum(map(_local_bytes, jax.tree.leaves(state))),
         gradients=parameters,
         accumulated=parameters if config.train.accumulate > 1 else 0,
-        saved=round(share * per_row * rows),
+        saved=round(share * per_row * rows / cut),
         working=round(working * whole_row * rows / model.layers) + row_bytes(config, rows),
         loss=loss_bytes(local, rows),
         head=head,

@@ -33,17 +33,7 @@ def estimated(config):
 @pytest.mark.parametrize("row", ROWS)
 def test_the_estimate_is_near_what_the_compiler_of_a_pod_placed(row):
     """The rows of experiments/pod_compile, in which a TPU's compiler placed every buffer."""
-    mesh = [f"mesh.{name}={size}" for name, size in row["mesh"].items()]
-    keys = {
-        "data.batch_size": "batch",
-        "data.sequence_length": "length",
-        "train.accumulate": "accumulate",
-        "model.remat": "remat",
-        "model.dtype": "dtype",
-    }
-    position = [entry for entry in row["case"].split("@")[0].split() if "position=" in entry]
-    given = [f"{key}={row[name]}" for key, name in keys.items()]
-    found = estimated(configs.get(row["config"], *mesh, *position, *given))
+    found = estimated(configs.get(row["config"], *row["overrides"]))
     assert preflight.verdict(found, row["memory_bytes"]) is None, found.total / row["memory_bytes"]
     assert preflight.verdict(found, 2 * row["memory_bytes"]) is True
     assert preflight.verdict(found, row["memory_bytes"] / 2) is False
