@@ -31,7 +31,7 @@ BACKENDS: dict[str, str] = {
     "mosaic_gpu": "kernels.path.gpu",
     "pallas_tpu": "kernels.path.tpu",
 }
-# On GPUs "mosaic_gpu" is taken only when it is named, until bench.py has checked it on one in its present form.
+# On GPUs "mosaic_gpu" is taken only when it is named: docs/path.md says which checks it has not passed or run yet.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
 
 
