@@ -1,6 +1,6 @@
-"""Blocks of 128 tokens on GPUs: PaTH's UT transform, the attention inside a block, and what the rest of the row needs.
+"""Blocks of 128 tokens on GPUs: how their kernels are launched and multiply, and the attention inside a block.
 
-Pallas-Triton kernels; derivation and notation in docs/path.md. Per half block of 64 tokens and key head, with Q, K, W
+Pallas-Triton kernels (PaTH's UT transform: `gpu_keys.py`); derivation and notation in docs/path.md. Per half block of 64 tokens and key head, with Q, K, W
 its rows, D = diag(beta), "tril" with its diagonal and "stril" without:
 
     X = (I + stril(D W Wᵀ))⁻¹,  T = X D,  U = T W,  Z = T stril(W Kᵀ),  E = tril(Q Wᵀ)
@@ -138,11 +138,6 @@ def triangle(size: int, offset: int = 0) -> Array:
     """Mask [size, size]: row ≥ column + offset."""
     row, col = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row >= col + offset
-
-
-def identity(size: int) -> Array:
-    row, col = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    return jnp.where(row == col, F32(1), F32(0))
 
 
 # ---- Queries ----
