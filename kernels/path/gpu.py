@@ -1,9 +1,9 @@
 """Backend "mosaic_gpu": PaTH for Hopper GPUs, forward and backward (docs/path.md).
 
-Three kinds of kernels: blocks of 128 tokens (`gpu_keys.py`, `gpu_blocks.py`), moves of queries and keys by products of blocks
-(`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention` (`gpu_levels.py`).
-The parts of a row's softmax are joined by their log-sum-exp. The backward pass uses the log-sum-exp of the whole row in
-every part, so no part's output is kept between the passes.
+Three kinds of kernels: blocks of 128 tokens (`gpu_keys.py`, `gpu_blocks.py`), moves of queries and keys by products of
+blocks (`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention`
+(`gpu_levels.py`). The parts of a row's softmax are joined by their log-sum-exp. The backward pass (`gpu_backward.py`)
+uses the log-sum-exp of the whole row in every part, so no part's output is kept between the passes.
 """
 
 from dataclasses import dataclass

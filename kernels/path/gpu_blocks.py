@@ -1,7 +1,7 @@
 """Blocks of 128 tokens on GPUs: how their kernels are launched and multiply, and the attention inside a block.
 
-Pallas-Triton kernels (PaTH's UT transform: `gpu_keys.py`); derivation and notation in docs/path.md. Per half block of 64 tokens and key head, with Q, K, W
-its rows, D = diag(beta), "tril" with its diagonal and "stril" without:
+Pallas-Triton kernels; derivation and notation in docs/path.md, PaTH's UT transform in `gpu_keys.py`. Per half block of
+64 tokens and key head, with Q, K, W its rows, D = diag(beta), "tril" with its diagonal and "stril" without:
 
     X = (I + stril(D W Wᵀ))⁻¹,  T = X D,  U = T W,  Z = T stril(W Kᵀ),  E = tril(Q Wᵀ)
     keys at the right edge K − Zᵀ W,  queries at the left edge Q − E U,  logits Q Kᵀ − E Z,  product P = I − Wᵀ U
