@@ -4,7 +4,8 @@ No checkpoint is needed: parameters are random, prompts are random tokens. Per l
 over whole rows; prefill of the same rows through the cache, --chunk tokens at a time; scored prompts (what passkey
 does, --depths of them); and answers of --new-tokens greedy tokens (what RULER does, --samples of them). --far asks for
 scored prompts at lengths that are read through the cache in pieces, one prompt each. Everything is compiled, run once
-and checked before anything is timed; the median of --repeats is shown, all times are in the JSON, which grows.
+and checked before anything is timed; the median of --repeats is shown, all times are in the JSON of --out, which grows,
+with a table beside it.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from bampath.command import fail_gracefully
 from bampath.evaluation.answers import ModelAnswerer
 from bampath.evaluation.command import parse_lengths
 from bampath.evaluation.reader import CHUNK, ModelReader
+from bampath.evaluation.report import table
 from bampath.evaluation.results import environment, write_results
 from bampath.evaluation.speed_checks import checks
 from bampath.generate import prefill, stream_features
@@ -174,6 +176,27 @@ def line(row: Row, forward: float | None) -> str:
     return f"{row['length']:>9,}  {row['case']:<24} {amount}{memory}"
 
 
+def page(results: Row) -> str:
+    """The numbers of a results file as a Markdown table, one line per length."""
+    rows, env = results["rows"], results["env"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    body = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        own = {row["case"]: row for row in rows if row["length"] == length}
+        body.append([f"{length:,}", *(_cell(own[case], own.get("forward")) if case in own else "" for case in cases)])
+    checked = "; ".join(f"{check['check']}: {check['error']:.1e}" for check in results["checks"])
+    asked = " ".join([results["config"], *results["overrides"]])
+    head = f"`{asked}`, {env['device']}, JAX {env['jax']}, {env['date']}."
+    return f"{head}\n\n{table(['tokens', *cases], body)}\n\nErrors before anything was timed: {checked}."
+
+
+def _cell(row: Row, forward: Row | None) -> str:
+    if "samples_per_second" in row:
+        return f"{row['samples_per_second']:.3g} samples/s"
+    share = row["tokens_per_second"] / forward["tokens_per_second"] if forward is not None else 1.0
+    return f"{row['tokens_per_second']:,.0f} tokens/s" + ("" if row["case"] == "forward" else f" ({share:.0%})")
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m bampath.evaluation.speed",
@@ -227,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line(row, forward.get(row["length"])), flush=True)
         if args.out:
             write_results(Path(args.out), env, rows, **facts, checks=checked)
+            text = page({"env": env, **facts, "checks": checked, "rows": rows})
+            Path(args.out).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def report(results: dict[str, Any], figures: dict[str, Path]) -> str:
             parts += [reach_table(rows, trial["depths"]), layers_table(rows, trial["depths"])]
         if trial["task"] in figures:
             parts += [f"![{trial['task']}](figures/{figures[trial['task']].name})"]
+            if trial["task"].startswith("words"):
+                parts += ["A scheme has no deeper model where it has solved the task, or where that one was not run."]
         parts += [time_table(rows)]
     took = "This call took" if len(results.get("runs", [0])) == 1 else "These calls took"
     parts += [
@@ -228,7 +230,7 @@ def length_figure(rows: Sequence[Row], title: str) -> Figure:
         handles = [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
         named = {label: handle for handle, label in handles}
         panels[-1].legend(named.values(), named.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.suptitle(f"{title}: a scheme that has solved it has no deeper model", fontsize=11)
+        figure.suptitle(title, fontsize=11)
     return figure
 
 

@@ -1,6 +1,7 @@
 """The speed command at its smallest, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,13 @@ def test_wrong_options_are_refused():
         speed.main(["--config", "tiny", *SMALL, "--lengths", "100"])
     with pytest.raises(ValueError, match="--far 64"):
         speed.main(["--config", "tiny", *SMALL, "--lengths", "256", "--chunk", "64", "--far", "64"])
+
+
+def test_the_documentation_shows_the_committed_results():
+    docs = Path(__file__).parent.parent.parent / "docs"
+    results = json.loads((docs / "evaluation_speed.json").read_text(encoding="utf-8"))
+    text = (docs / "evaluation.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- speed -->\n")[2].partition("\n<!-- end of speed -->")[0]
+    assert shown.strip() == speed.page(results)
+    rates = {(row["case"], row["length"]): row.get("tokens_per_second") for row in results["rows"]}
+    assert all(rates["prefill", n] > 0.5 * rates["forward", n] for n in (4096, 8192, 16_384, 32_768))
