@@ -193,10 +193,13 @@ def test_every_scheme_has_the_same_budget(name):
     assert len(report.describe(SIZES[name])["trials"]) == len(SIZES[name].trials)
 
 
-def test_the_committed_report_is_that_of_the_committed_results():
-    results = json.loads((run.HERE / "results-cpu.json").read_text(encoding="utf-8"))
-    (trial,) = results["study"]["trials"]
-    figures = {trial["task"]: run.HERE / "figures" / "fflm-pairs-64.png"}
-    text = report.report(results, figures).replace("(figures/", "(figures/cpu-")
-    assert text == (run.HERE / "report-cpu.md").read_text(encoding="utf-8")
-    assert report.describe(SIZES["cpu"])["trials"][0] == trial  # the study as it is now
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_the_committed_report_is_that_of_the_committed_results(size):
+    results = json.loads((run.HERE / f"results-{size}.json").read_text(encoding="utf-8"))
+    trained = {row["trained_on"] for row in results["rows"]}
+    name = lambda task: "".join(c if c.isalnum() else "-" for c in task).strip("-") + ".png"
+    figures = {trial["task"]: run.HERE / "figures" / name(trial["task"]) for trial in results["study"]["trials"]}
+    text = report.report(results, figures).replace("(figures/", f"(figures/{size}-")
+    assert text == (run.HERE / f"report-{size}.md").read_text(encoding="utf-8")
+    assert all((run.HERE / "figures" / f"{size}-{name(task)}").exists() for task in trained)
+    assert json.loads(json.dumps(report.describe(SIZES[size])))["trials"] == results["study"]["trials"]  # as it is now
