@@ -83,7 +83,7 @@ def kernels_of(platform: str) -> Iterator[None]:
 def compile_step(config: Config, devices: list[Any], platform: str = "tpu", *, quick: bool = False) -> Program:
     """Compile the jitted train step of `config` for `devices`. DoesNotFit if it needs more memory than a device has.
 
-    quick: let XLA take the first schedule that it finds instead of looking for the fastest, in a tenth of the time;
+    quick: let XLA take the first schedule that it finds instead of looking for the fastest, in a third of the time;
     kernels are the same, memory is some percent more (docs/scaling.md compares).
     """
     mesh = make_mesh(config.mesh, devices)
