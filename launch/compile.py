@@ -18,6 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 
 from bampath import config as configs
 from bampath.config import Config, MeshConfig
-from bampath.overrides import to_dict
+from bampath.overrides import override, to_dict
 from bampath.startup import schemes
 from launch.chips import GIB, Chip, chip_of
 from launch.hlo import summary
@@ -36,10 +37,19 @@ Compile = Callable[..., Program]  # (config, quick=…)
 _NEAR = 1.15  # within this factor of a chip's memory the least effort and a run's may come to different answers
 
 
+@dataclass(frozen=True)
+class _MeshAlone:
+    """The mesh.* of a command line, before it is known which batch it divides."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Exit status: 0 it fits, 2 a wrong command line, 3 it does not fit."""
     options = parse(arguments)
     try:
+        if options.output and not options.output.parent.is_dir():
+            raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}")
         chip, devices = chip_of(options.topology), topology_devices(options.topology)
         config, chosen = resolve(options.config, options.overrides, len(devices))
     except (ValueError, TypeError) as error:
@@ -82,7 +92,7 @@ def resolve(name: str, overrides: Sequence[str], devices: int) -> tuple[Config, 
         fsdp = math.gcd(devices, 16, base.model.dim)
         chosen += [f"mesh.data={devices // fsdp}", f"mesh.fsdp={fsdp}"]
     entries = [entry for entry in (*overrides, *chosen) if entry.startswith("mesh.")]
-    mesh = MeshConfig(**{key[5:]: int(value) for key, _, value in (entry.partition("=") for entry in entries)})
+    mesh = override(_MeshAlone(), entries, {}).mesh
     if mesh.size != devices:
         raise ValueError(f"the mesh has {mesh.size} devices, but the topology has {devices}")
     spread = mesh.data * mesh.fsdp * base.train.accumulate

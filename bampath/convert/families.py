@@ -39,6 +39,14 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (None, 1),
 }
 
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_ROPE_NEEDS = {  # keys without which a rescaling means nothing
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
 
 class ConversionError(ValueError):
     """A model, file or tensor that cannot be converted, with its name."""
@@ -57,6 +65,9 @@ def model_config(config: Json, dtype: str | None = None, length: int | None = No
     for key, allowed in _MUST_BE.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ConversionError(f"{key}={config[key]!r} has no counterpart; it must be {allowed[-1]!r}")
+    for key in _SIZES:
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise ConversionError(f"{key}={config.get(key)!r} must be a positive whole number")
     heads = config["num_attention_heads"]
     theirs = config.get("dtype") or config.get("torch_dtype") or "float32"
     options: dict[str, Any] = {
@@ -91,12 +102,18 @@ def rope_of(config: Json, length: int | None = None) -> RoPE:
 
     length: the context that the scalings serve which follow the running length in transformers (dynamic, longrope).
     """
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ConversionError(f"rope_scaling={given!r} must be an object with rope_type")
+    given = dict(given)
     base = float(given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     fraction = given.pop("partial_rotary_factor", None) or 1.0
     if fraction != 1 and kind != "proportional":
         raise ConversionError(f"partial_rotary_factor={fraction} with rope_type={kind!r} has no counterpart")
+    for key in _ROPE_NEEDS.get(kind, ()) if isinstance(kind, str) else ():
+        if given.get(key) is None:
+            raise ConversionError(f"rope_type={kind!r} without {key}: it needs {', '.join(_ROPE_NEEDS[kind])}")
     longest = config.get("max_position_embeddings", 2048)
     trained = given.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     stretched = longest / trained if kind in ("yarn", "longrope") else 1.0

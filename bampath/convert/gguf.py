@@ -122,6 +122,8 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
     kind = keys.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ConversionError(f"general.architecture={kind!r} is not one of {', '.join(ARCHITECTURES)}")
+    if "tokenizer.ggml.tokens" not in keys:
+        raise ConversionError("the file has no tokenizer.ggml.tokens, which say how many tokens the model has")
     get = lambda name, default=None: keys.get(f"{kind}.{name}", default)
     heads = get("attention.head_count")
     scaling = get("rope.scaling.type", "none")

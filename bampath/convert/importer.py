@@ -61,6 +61,8 @@ def _open_folder(folder: Path) -> tuple[Mapping[str, Any], Tensors, Path | None]
         raise ConversionError(f"{folder} has no config.json to read: {error.strerror}") from None
     except ValueError as error:
         raise ConversionError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConversionError(f"{folder / 'config.json'} must be a JSON object, is {type(raw).__name__}")
     found = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
     return raw, SafetensorsFolder(folder), next((file for file in found if file.is_file()), None)
 

@@ -327,6 +327,8 @@ def chosen(gpus: int, options: argparse.Namespace) -> list[Cell]:
     if gpus < 1:
         raise ValueError("no GPU was found here; --dry-run --gpus 4 lists the cells, --platform cpu rehearses")
     counts = options.counts or sorted({1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus} or COUNTS)
+    if min(counts) < 1:
+        raise ValueError(f"--counts {min(counts)} must be at least 1")
     if max(counts) > gpus:
         raise ValueError(f"--counts {max(counts)} needs more GPUs than the {gpus} there are")
     every = list(SMOKE) if options.platform == "cpu" else cells(counts)

@@ -124,6 +124,12 @@ def test_windows_by_layer() -> None:
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
             "rotary_factor=0.5",
         ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type='linear' without factor: it needs factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' without low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope' without short_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object with rope_type"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a positive whole number"),
+        ({"hidden_size": None}, "hidden_size=None must be a positive whole number"),
     ],
 )
 def test_a_configuration_that_means_something_else_is_refused(changes: dict[str, Any], words: str) -> None:

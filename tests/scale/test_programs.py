@@ -3,6 +3,7 @@
 import json
 import re
 from functools import cache
+from pathlib import Path
 
 import jax
 import pytest
@@ -198,6 +199,10 @@ def test_the_command_chooses_a_mesh_and_says_so() -> None:
     assert not any(line.startswith(("mesh", "model.remat", "data")) for line in chosen)
     with pytest.raises(ValueError, match="the mesh has 8 devices, but the topology has 16"):
         command.resolve("bam-120m", ["mesh.data=8"], 16)
+    with pytest.raises(ValueError, match=r"mesh\.data='x' is not an int"):
+        command.resolve("bam-120m", ["mesh.data=x"], 16)
+    with pytest.raises(ValueError, match=r"unknown key 'mesh\.rows'.*mesh\.data"):
+        command.resolve("bam-120m", ["mesh.rows=2"], 16)
     with pytest.raises(ValueError, match=r"data\.batch_size=100 is not divisible by the 16"):
         command.resolve("bam-120m", ["data.batch_size=100"], 16)
 
@@ -342,3 +347,11 @@ def test_the_command_from_its_line_to_its_status(more, efforts, monkeypatch, cap
 def test_unknown_topologies_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--topology", "v9:2x2", "--config", "tiny"]) == 2
     assert "'v9:2x2' is not of one of the chips v5e, v5p, v6e" in capsys.readouterr().err
+
+
+def test_results_without_a_place_are_refused_before_anything_is_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing" / "row.json"
+    assert command.main(["--topology", "v5e:2x2", "--config", "tiny", "--output", str(missing)]) == 2
+    assert f"--output {missing}: there is no folder {missing.parent}" in capsys.readouterr().err
