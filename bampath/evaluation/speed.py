@@ -223,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("samples", "depths", "new_tokens", "chunk", "batch_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g} must be positive")
     config = configs.get(args.config, *args.overrides)
     lengths = parse_lengths(args.lengths, config.model.train_length)
     far = parse_lengths(args.far, config.model.train_length) if args.far else []

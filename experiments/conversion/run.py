@@ -68,12 +68,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def study_of(options: argparse.Namespace) -> Study:
-    """The study of the command line."""
+    """The study of the command line. ValueError for what is wrong with any teacher, before one is trained."""
+    for word in options.words:
+        if "=" not in word:
+            raise ValueError(f"--words {word!r} must be key=value, as stage1.steps=100")
+    for name in ("samples", "rows", "text_tokens"):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {given} must be at least 1")
+    choose(cases_of("rope", 1), options.cases)
     study = SIZES[options.size]
     words = {word.partition("=")[0]: word for word in (*study.words, *options.words)}
     study = replace(study, words=tuple(words.values()))
-    given = {"samples": options.samples, "rows": options.rows}
-    return replace(study, **{name: value for name, value in given.items() if value is not None})
+    sizes = {"samples": options.samples, "rows": options.rows}
+    return replace(study, **{name: value for name, value in sizes.items() if value is not None})
 
 
 def run_study(options: argparse.Namespace, out: Path) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def test_a_wrong_fast_path_is_not_timed(monkeypatch):
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="--repeats 0"):
         speed.main(["--repeats", "0"])
+    with pytest.raises(ValueError, match="--seconds -1 must be positive"):
+        speed.main(["--seconds", "-1"])
     with pytest.raises(ValueError, match="--new-tokens"):
         speed.main(["--config", "tiny", *SMALL, "--lengths", "100"])
     with pytest.raises(ValueError, match="--far 64"):

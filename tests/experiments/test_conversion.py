@@ -37,6 +37,21 @@ def test_every_case_sees_the_same_tokens(size: str, name: str) -> None:
         assert len({s.config.optim.lr for s in stages}) == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--cases", "rope", "nosuch"], "--cases 'nosuch' is not one of 'rope', "),
+        (["--words", "stage1.steps"], "--words 'stage1.steps' must be key=value"),
+        (["--rows", "0"], "--rows 0 must be at least 1"),
+        (["--samples", "-2"], "--samples -2 must be at least 1"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_teacher_is_trained(wrong: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(["--out", str(tmp_path / "study"), *wrong])
+    assert not (tmp_path / "study").exists()
+
+
 def test_a_teacher_without_plain_rope_is_refused() -> None:
     with pytest.raises(ValueError, match="converts plain rope"):
         cases_of("rope(10000,scaling=linear,factor=2)", 128)
