@@ -8,7 +8,7 @@ does to its rotations stands in these files as a tensor, rope_freqs, of one divi
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,13 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
         raise ConversionError("the file has no tokenizer.ggml.tokens, which say how many tokens the model has")
     get = lambda name, default=None: keys.get(f"{kind}.{name}", default)
     heads = get("attention.head_count")
+    _refuse_unknown_meanings(kind, get)
     scaling = get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ConversionError(f"{kind}.rope.scaling.type={scaling!r} has no counterpart; known are none and linear")
     rope: dict[str, Any] = {}
     if scaling == "linear":
-        rope = {"rope_type": "linear", "factor": get("rope.scaling.factor", 1.0)}
+        rope = {"rope_type": "linear", "factor": get("rope.scaling.factor")}
     if _FREQUENCIES in tensors:
         if rope:
             raise ConversionError(f"{_FREQUENCIES} beside {kind}.rope.scaling.type='linear' has no counterpart")
@@ -151,6 +152,22 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_parameters": {"rope_theta": get("rope.freq_base", 10000.0), **rope},
     }
+
+
+def _refuse_unknown_meanings(kind: str, get: Callable[..., Any]) -> None:
+    """ConversionError for values without which, or with which, the tensors would mean something else here."""
+    context, dim, heads = (get(name) for name in ("context_length", "embedding_length", "attention.head_count"))
+    if not isinstance(context, int):
+        raise ConversionError(f"{kind}.context_length={context!r} must be a positive whole number")
+    if get("rope.scale_linear", 1.0) != 1.0:
+        raise ConversionError(f"{kind}.rope.scale_linear={get('rope.scale_linear')!r} has no counterpart; it must be 1")
+    if 0 < get("attention.sliding_window", 0) < context:
+        window = get("attention.sliding_window")
+        raise ConversionError(f"{kind}.attention.sliding_window={window} has no counterpart; it must be the context")
+    width = get("attention.key_length") or (dim // heads if isinstance(dim, int) and isinstance(heads, int) else None)
+    if width is not None and get("rope.dimension_count", width) != width:
+        turned = get("rope.dimension_count")
+        raise ConversionError(f"{kind}.rope.dimension_count={turned} has no counterpart; it must be the head's {width}")
 
 
 def _tokenizer(keys: Mapping[str, Any]) -> Path | None:

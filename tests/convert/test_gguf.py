@@ -12,7 +12,7 @@ import pytest
 from bampath.convert import import_model
 from bampath.convert.families import ConversionError
 from bampath.convert.files import SafetensorsFolder
-from bampath.convert.gguf import _halves
+from bampath.convert.gguf import _config, _halves
 from bampath.model import LM
 from tests.convert.cases import FIXTURES, tokens
 
@@ -135,3 +135,22 @@ def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
     cut.write_bytes(data[:100])
     with pytest.raises(ConversionError, match=r"cut\.gguf cannot be read as GGUF"):
         import_model(cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama.context_length": None}, r"llama\.context_length=None must be a positive whole number"),
+        ({"llama.rope.scale_linear": 4.0}, r"rope\.scale_linear=4\.0 has no counterpart; it must be 1"),
+        ({"llama.attention.sliding_window": 8}, r"sliding_window=8 has no counterpart"),
+        ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count=4 has no counterpart; it must be the head's 8"),
+        ({"tokenizer.ggml.tokens": None}, r"no tokenizer\.ggml\.tokens"),
+    ],
+)
+def test_keys_that_mean_something_else_are_refused(changes: dict[str, Any], words: str) -> None:
+    keys = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a", "b"], "llama.context_length": 64}
+    keys |= {"llama.embedding_length": 16, "llama.attention.head_count": 2, "llama.rope.dimension_count": 8}
+    assert _config(keys, {})["max_position_embeddings"] == 64
+    wrong = {name: value for name, value in (keys | changes).items() if value is not None}
+    with pytest.raises(ConversionError, match=words):
+        _config(wrong, {})
