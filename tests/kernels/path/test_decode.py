@@ -268,7 +268,7 @@ def test_lazy_decode_splits_a_long_cache_on_gpus(monkeypatch: pytest.MonkeyPatch
         "past_segment_ids": ids,
         "log_gates": cache["past_log_gates"][:, used : used + 1],
         "sharpness": jnp.asarray(rng.uniform(0.5, 2, (BATCH, 1, 4)), np.float32),
-        "prior": DistancePrior(PRIORS["ggd"][1](rng, 4), PRIORS["ggd"][0]),
+        "prior": DistancePrior(jax.tree.map(np.float32, PRIORS["ggd"][1](rng, 4)), PRIORS["ggd"][0]),
         "pending": Pending(normal(BATCH, 2, 16, 16) / 4, jnp.int32(330)),
     }
 
