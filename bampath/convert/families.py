@@ -68,15 +68,19 @@ def model_config(config: Json, dtype: str | None = None, length: int | None = No
     for key in _SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise ConversionError(f"{key}={config.get(key)!r} must be a positive whole number")
-    heads = config["num_attention_heads"]
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    if not config.get("head_dim") and width % heads:
+        raise ConversionError(
+            f"hidden_size={width} is not a multiple of num_attention_heads={heads}; head_dim must say more"
+        )
     theirs = config.get("dtype") or config.get("torch_dtype") or "float32"
     options: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
-        "dim": config["hidden_size"],
+        "dim": width,
         "layers": config["num_hidden_layers"],
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "head_dim": _head_dim(config),
         "mlp_dim": config["intermediate_size"],
         "position": position_of(config, length),
         "train_length": config.get("max_position_embeddings", 2048),
@@ -86,6 +90,11 @@ def model_config(config: Json, dtype: str | None = None, length: int | None = No
         "dtype": dtype or DTYPES.get(theirs, "float32"),
     }
     return ModelConfig(**options | FAMILIES[kind])
+
+
+def _head_dim(config: Json) -> int:
+    """0 where the sizes are not there."""
+    return config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
 
 
 def position_of(config: Json, length: int | None = None) -> str:
@@ -133,7 +142,10 @@ def rope_of(config: Json, length: int | None = None) -> RoPE:
         low, high = given["low_freq_factor"], given["high_freq_factor"]
         return RoPE(base, scaling="llama3", factor=factor, original=trained, low_freq=low, high_freq=high)
     if kind == "longrope":
-        chosen = given["short_factor" if (length or longest) <= trained else "long_factor"]
+        name = "short_factor" if (length or longest) <= trained else "long_factor"
+        chosen, pairs = given[name], _head_dim(config) // 2
+        if pairs and len(chosen) != pairs:
+            raise ConversionError(f"{name} has {len(chosen)} numbers, must have one per pair of a head: {pairs}")
         amplitude, slowed = given.get("attention_factor"), tuple(map(float, chosen))
         return RoPE(
             base, scaling="longrope", factor=factor, original=trained, factors=slowed, attention_factor=amplitude

@@ -116,7 +116,7 @@ def trainer(cell: Cell) -> dict[str, Any]:
     if all("losses" in one for one in done.values()):
         apart = float(np.abs(np.array(done["one"]["losses"]) - np.array(done["mesh"]["losses"])).max())
         row["apart"] = apart
-    lines = [one["output"].strip().splitlines()[-1] for one in done.values() if one.get("output", "").strip()]
+    lines = [one["failed"] for one in done.values() if "failed" in one]
     row |= {"failed": lines[0]} if lines else {}
     row["passed"] = all(one["status"] == 0 for one in done.values()) and row.get("apart", 1.0) <= row["tolerance"]
     return {"rows": [row]}
@@ -140,7 +140,10 @@ def _fit(folder: Path, *overrides: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found: dict[str, Any] = {"status": done.returncode, "seconds": time.monotonic() - begin}
     if done.returncode:
-        return found | {"output": (done.stdout + done.stderr)[-1500:]}
+        print(done.stdout + done.stderr, file=sys.stderr, flush=True)  # a traceback names this machine's folders
+        return found | {
+            "failed": next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        }
     from bampath import metrics
 
     return found | {"losses": [row["loss"] for row in metrics.read(folder / "metrics.jsonl") if "loss" in row]}

@@ -324,6 +324,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def chosen(gpus: int, options: argparse.Namespace) -> list[Cell]:
     """The cells that the command line asks for. ValueError if there is none or one needs more GPUs than there are."""
+    for name in ("seconds", "patience"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} {getattr(options, name):g} must be positive")
     if gpus < 1:
         raise ValueError("no GPU was found here; --dry-run --gpus 4 lists the cells, --platform cpu rehearses")
     counts = options.counts or sorted({1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus} or COUNTS)

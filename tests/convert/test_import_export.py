@@ -128,6 +128,11 @@ def test_windows_by_layer() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' without low_freq_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope' without short_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object with rope_type"),
+        ({"num_attention_heads": 3}, "is not a multiple of num_attention_heads=3"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1], "long_factor": [1]}},
+            "short_factor has 1 numbers, must have one per pair of a head",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be a positive whole number"),
         ({"hidden_size": None}, "hidden_size=None must be a positive whole number"),
     ],

@@ -48,6 +48,7 @@ def test_the_dry_run_lists_cells_with_their_flags(capsys: pytest.CaptureFixture[
         (["--gpus", "2", "--cells", "llama"], "--cells llama matches none"),
         (["--gpus", "2", "--counts", "4"], "--counts 4 needs more GPUs than the 2"),
         (["--gpus", "2", "--counts", "1", "0"], "--counts 0 must be at least 1"),
+        (["--gpus", "2", "--seconds", "-3"], "--seconds -3 must be positive"),
         (["--gpus", "0"], "no GPU was found here"),
     ],
 )
