@@ -1,11 +1,12 @@
 """Levels of the row above its blocks: which tokens are joined, the products between them, and what is moved by them.
 
-A level joins `radix` neighbours of `size` tokens each. Queries stand at the left edge of their child, keys are needed
-there too: keys of child c for the queries of child a > c are k R_ac with
+A level joins `radix` neighbours, the children, of `size` tokens each, to parents (the words and a picture are in
+docs/path.md). Queries stand at the left edge of their child, keys are needed there too: keys of child c for the queries
+of child a > c are k R_acᵀ with
 
-    R_ac = (P_{a−1} … P_{c+1})ᵀ        queries go the other way, q P: rows times P move a query to the left edge
+    R_ac = P_{a−1} … P_{c+1}        queries go the other way, to the left edge of the parent by q P_{a−1} … P_0
 
-where P_c is the product of child c. Everything here is float32 until one rounding at the end.
+where P_c is the product of child c. `gpu_products` makes these products, `gpu_moves` moves rows by them.
 """
 
 from typing import NamedTuple
@@ -42,8 +43,8 @@ class Level(NamedTuple):
 def plan_levels(length: int, block: int) -> tuple[Level, ...]:
     """Levels from blocks of `block` tokens up to the whole row, with few tokens of padding.
 
-    Above the first all have the radix RADIX, the last up to that: a level stores (radix − 1) / 2 times the keys, and
-    the first one, whose children are blocks, is the least efficient.
+    As few levels as RADIX allows, each of the least radix that covers the row, from the first one on: a level stores
+    (radix − 1) / 2 times the keys, and the first one, whose children are blocks, is the least efficient.
     """
     count = -(-length // block)
     if count == 1:
