@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 
 from bampath import checkpoint
@@ -18,7 +19,15 @@ from bampath.lock import NAME as lock_name
 from bampath.lock import RunLock
 from bampath.overrides import flat
 from bampath.sharding import mesh_of, replicated
-from bampath.step import Declared, TrainState, abstract_state, init_state, optimizer_of
+from bampath.step import (
+    Declared,
+    TrainState,
+    abstract_state,
+    first_params,
+    init_state,
+    optimizer_of,
+    state_of,
+)
 from bampath.warm import Plan, take_over
 
 CONFIG_NAME = "config.json"
@@ -108,15 +117,27 @@ def first_state(
 ) -> TrainState:
     """The state to begin with, and the loader moved to the same step; warm: whose weights a new run takes over."""
     optimizer = optimizer_of(config, declared)
-    if start.path is None:
-        state = init_state(config, model, optimizer)
-        return state if warm is None else replace(state, params=take_over(warm, state.params))
+    if start.path is None and warm is None:
+        return init_state(config, model, optimizer)
     like = abstract_state(config, model, optimizer, mesh_of(config))
+    if start.path is None:
+        assert warm is not None
+        return _warm_state(config, model, optimizer, like, warm)
     params, rest = checkpoint.restore(start.path, like.params, saved_state(like))
     assert start.data is not None
     loader.restore(start.data)
     step, sound = jax.device_put((jnp.int32(start.step), jnp.bool_(True)), replicated(mesh_of(config)))
     return TrainState(step, params, rest["optimizer"], rest["key"], sound)
+
+
+def _warm_state(
+    config: Config, model: nn.Module, optimizer: optax.GradientTransformation, like: TrainState, plan: Plan
+) -> TrainState:
+    """The first state with the weights of a checkpoint. like: abstract, with placements."""
+    params = take_over(plan, like.params, lambda: first_params(config, model))
+    rest = lambda params: replace(state_of(config, optimizer, params), params=None)
+    where = jax.tree.map(lambda leaf: leaf.sharding, replace(like, params=None))
+    return replace(jax.jit(rest, out_shardings=where)(params), params=params)
 
 
 def _last(run_dir: Path, say: Callable[[str], None]) -> Start:

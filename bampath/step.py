@@ -66,11 +66,6 @@ class Declared:
         """Number of parameters in all."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
 
-    def count_of(self, *roles: str) -> int:
-        """Number of parameters that have one of these roles."""
-        pairs = zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self.roles), strict=True)
-        return sum(leaf.size for leaf, role in pairs if role in roles)
-
 
 def declare(model: nn.Module) -> Declared:
     """The parameters of a model, by tracing its initialisation: nothing is computed or allocated."""
@@ -89,28 +84,33 @@ def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransf
 
 def make_init(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> Any:
     """The jitted () -> state behind `init_state`, which may be compiled before the memory is wanted."""
-    build = lambda: _first_state(config, model, optimizer)
+    build = lambda: state_of(config, optimizer, first_params(config, model))
     return jax.jit(build, out_shardings=_shardings(config, model, optimizer, sharding.mesh_of(config)))
+
+
+def first_params(config: Config, model: nn.Module) -> Any:
+    """Fresh parameters, a pure function of train.seed. What a jitted caller does not return is not drawn either."""
+    return tags.unbox(_init(model, jax.random.split(jax.random.key(config.train.seed))[0]))
+
+
+def state_of(config: Config, optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+    """The state before the first step of a run that begins with `params`."""
+    key = jax.random.key_data(jax.random.split(jax.random.key(config.train.seed))[1])
+    return TrainState(jnp.int32(0), params, optimizer.init(params), key, jnp.bool_(True))
 
 
 def abstract_state(
     config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh | None
 ) -> TrainState:
     """Shapes, types and placements of the state on a mesh (None: one device), without making any of it."""
-    shapes = jax.eval_shape(lambda: _first_state(config, model, optimizer))
+    declared = declare(model)
+    shapes = jax.eval_shape(lambda params: state_of(config, optimizer, params), declared.shapes)
     placed = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    return jax.tree.map(placed, shapes, _shardings(config, model, optimizer, mesh))
-
-
-def _first_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    start, key = jax.random.split(jax.random.key(config.train.seed))
-    params = tags.unbox(_init(model, start))
-    return TrainState(jnp.int32(0), params, optimizer.init(params), jax.random.key_data(key), jnp.bool_(True))
+    return jax.tree.map(placed, shapes, sharding.state_shardings(shapes, declared.axes, declared.roles, mesh))
 
 
 def _shardings(config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
-    declared, shapes = declare(model), jax.eval_shape(lambda: _first_state(config, model, optimizer))
-    return sharding.state_shardings(shapes, declared.axes, declared.roles, mesh)
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, model, optimizer, mesh))
 
 
 def batch_loss(config: Config, model: nn.Module, params: Any, batch: Batch, key: Array | None = None) -> Mean:

@@ -5,7 +5,7 @@ optimiser, the step, the data and the random key start anew.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,18 @@ def plan(config: Config, shapes: Any, tokenizer: Tokenizer) -> Plan:
     return Plan(info.path, info.step, loaded, missing, tuple(a for a in info.params if a.name not in names))
 
 
-def take_over(plan: Plan, params: Any) -> Any:
-    """`params` with the arrays of the plan read from the checkpoint, placed and typed as they are in `params`."""
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+def take_over(plan: Plan, like: Any, draw: Callable[[], Any]) -> Any:
+    """Parameters of the types and in the places of `like` (abstract): the plan's from the checkpoint, others fresh.
+
+    draw: () -> all fresh parameters, traceable. Only what is missing is compiled, nothing if all is there: the
+    initialisation of a deep model can take longer to compile than a short run takes.
+    """
+    names = {array.name for array in plan.missing}
+    if names:
+        where = jax.tree.map(lambda leaf: leaf.sharding, _only(like, names))
+        like = _merged(like, jax.jit(lambda: _only(draw(), names), out_shardings=where)())
     chosen = _only(like, {array.name for array in plan.loaded})
-    return _merged(params, checkpoint.read_some(plan.path, chosen))
+    return _merged(like, checkpoint.read_some(plan.path, chosen))
 
 
 def _refuse_shapes(path: Path, pairs: Sequence[tuple[ArrayInfo, ArrayInfo]]) -> None:

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from bampath import warm
+from bampath import runs, warm
 from bampath.checkpoint import CheckpointError, Saver, index
 from bampath.config import override
 from bampath.data import ByteTokenizer
 from bampath.sharding import mesh_of
-from bampath.step import abstract_state, build_model, declare, optimizer_of
+from bampath.step import abstract_state, build_model, declare, init_state, optimizer_of
 from bampath.train import fit
 from tests.train.small import small, text_file
 
@@ -19,20 +19,20 @@ POSITIONAL = {"layer_0/attention/position/path/beta_kernel", "layer_0/attention/
 
 
 def fresh(config, seed=0):
-    """Parameters of a model as arrays where they belong, and their shapes. Random ones: nothing needs compiling."""
+    """Random parameters of a model as arrays where they belong, their shapes, and abstract ones with their places."""
     model = build_model(config)
     declared = declare(model)
     like = abstract_state(config, model, optimizer_of(config, declared), mesh_of(config)).params
     rng = np.random.default_rng(seed)
     draw = lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding)
-    return jax.tree.map(draw, like), declared.shapes
+    return jax.tree.map(draw, like), declared.shapes, like
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A checkpoint of `bam+ssmax` as a run's step 3: its folder and parameters."""
     run = tmp_path_factory.mktemp("source")
-    params, _ = fresh(small("model.layers=2"), seed=7)
+    params, *_ = fresh(small("model.layers=2"), seed=7)
     with Saver(run) as saver:
         saver.save(3, params, {}, {"config": {}, "data": {}, "tokenizer": ByteTokenizer().fingerprint, "elapsed": 0.0})
     return run, params
@@ -45,10 +45,10 @@ def flat(params):
 def test_another_scheme_keeps_everything_but_its_own_parameters(source):
     run, theirs = source
     config = small("model.layers=2", "position=path+fox", f"train.init_from={run}")
-    params, shapes = fresh(config)
+    params, shapes, like = fresh(config)
     before, theirs = flat(params), flat(theirs)
     plan = warm.plan(config, shapes, ByteTokenizer())
-    after = flat(warm.take_over(plan, params))
+    after = flat(warm.take_over(plan, like, lambda: params))
     assert list(after) == list(before)
     loaded = {array.name for array in plan.loaded}
     assert loaded == {name for name in after if "/position/" not in name}
@@ -75,12 +75,12 @@ def test_positional_parameters_come_along_if_asked_for_and_land_on_the_mesh(sour
     run, theirs = source
     options = ["model.layers=3", "mesh.fsdp=2", "mesh.tensor=2", f"train.init_from={run}", "train.init_positional=true"]
     config = small(*options)
-    params, shapes = fresh(config)
+    params, shapes, like = fresh(config)
     plan = warm.plan(config, shapes, ByteTokenizer())
     assert not plan.unused
     assert {array.name.split("/")[0] for array in plan.missing} == {"layer_2"}
     placed = jax.tree.map(lambda leaf: leaf.sharding, params)
-    after = warm.take_over(plan, params)
+    after = warm.take_over(plan, like, lambda: params)
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == placed
     for name, value in flat(theirs).items():
         np.testing.assert_array_equal(flat(after)[name], value)
@@ -103,8 +103,32 @@ def test_what_does_not_fit_is_refused_with_names_and_shapes(source, tmp_path):
         small("train.init_positional=true")
 
 
-def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(source, tmp_path):
-    """At this rate a step changes no weight by more than its last bit."""
+def test_only_what_is_missing_is_drawn_and_as_a_fresh_run_draws_it(source):
+    """No program draws what is read; the state is otherwise that of a run without a checkpoint, to the bit."""
+    run, theirs = source
+    config = small("model.layers=2", "position=path+fox", "train.seed=5", f"train.init_from={run}")
+    model = build_model(config)
+    declared = declare(model)
+    optimizer = optimizer_of(config, declared)
+    plan = warm.plan(config, declared.shapes, ByteTokenizer())
+    state = runs.first_state(config, model, declared, None, runs.Start(), plan)
+    wanted = init_state(config, model, optimizer)
+    fresh_names, got = {array.name for array in plan.missing}, flat(state.params)
+    for name, value in flat(wanted.params).items():
+        np.testing.assert_array_equal(got[name], value if name in fresh_names else flat(theirs)[name], err_msg=name)
+    pair = jax.tree.map(np.asarray, [(s.step, s.opt_state, s.key, s.sound) for s in (state, wanted)])
+    jax.tree.map(np.testing.assert_array_equal, *pair)
+    assert jax.tree.map(lambda a: (a.dtype, a.sharding), state) == jax.tree.map(lambda a: (a.dtype, a.sharding), wanted)
+
+
+def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(source, tmp_path, monkeypatch):
+    """At this rate a step changes no weight by more than its last bit. Nothing is missing, so no parameter is drawn."""
+
+    def drawn(*_):
+        raise AssertionError("parameters are drawn")
+
+    monkeypatch.setattr(runs, "first_params", drawn)
+    monkeypatch.setattr(runs, "init_state", drawn)
     run, theirs = source
     config = small(
         *("position=rope", f"train.init_from={run}", "optim.lr=1e-30", "train.steps=1"),
