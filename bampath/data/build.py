@@ -191,7 +191,7 @@ def finish(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         parts[part] = {
             **{name: sum(made[name] for made in own) for name in ("documents", "tokens", "characters")},
             "first_names": [name for made in own for name in made["first_names"]][:8],
-            "fingerprint": digest(repr((plan["dtype"], [_content(folder, shard) for shard in shards])).encode()),
+            "fingerprint": digest(repr((plan["dtype"], [_content(shard) for shard in shards])).encode()),
             "shards": [{name: shard[name] for name in ("documents", "tokens", "digest", "files")} for shard in shards],
         }
     facts = {name: plan[name] for name in ("source", "licence", "tokenizer", "tokenizer_fingerprint")}
@@ -219,7 +219,7 @@ def _refuse_empty(folder: Path, plan: dict[str, Any], units: list[dict[str, Any]
     raise ValueError(what or f"source {plan['source']} has no documents")
 
 
-def _content(folder: Path, shard: dict[str, Any]) -> tuple[str, str]:
+def _content(shard: dict[str, Any]) -> tuple[str, str]:
     """Checksums of tokens and of document lengths: what a shard says, however it is stored."""
     lengths = next(facts["blake2b"] for name, facts in shard["files"].items() if name.endswith(".lengths"))
     return shard["digest"], lengths

@@ -131,7 +131,7 @@ def _rows(rows: list[Array], length: int, fill: dict[int, float] | None = None) 
     return jnp.stack(out, axis=2)
 
 
-def _integers(plan: Plan, positions: Array | None, segments: Array | None, length: int, batch: int) -> Array:
+def _integers(positions: Array | None, segments: Array | None, length: int, batch: int) -> Array:
     """Explicit positions and segments, int32 [B, 1 or 2, padded length]; padding repeats a position, segment −1."""
     rows = []
     if positions is not None:
@@ -189,8 +189,8 @@ def _operands(plan: Plan, call: Call, program: Program | None, at: Index, saved:
         sums = [jnp.where(jnp.isfinite(x), x, 0) for x in call.gates[2:]]  # of padding
         operands.inputs["k_rows"] = (_rows(sums, plan.padded_keys), k_side(2, 1))
     if plan.bounded:
-        queries = _integers(plan, call.q_positions, call.q_segments, plan.padded_queries, batch)
-        keys = _integers(plan, call.kv_positions, call.kv_segments, plan.padded_keys, batch)
+        queries = _integers(call.q_positions, call.q_segments, plan.padded_queries, batch)
+        keys = _integers(call.kv_positions, call.kv_segments, plan.padded_keys, batch)
         n = queries.shape[1]
         operands.inputs |= {
             "q_integers": (queries, pl.BlockSpec((1, n, plan.block_q), lambda *g: (at(*g)[0], 0, at(*g)[2]))),

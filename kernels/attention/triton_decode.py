@@ -166,7 +166,7 @@ def _table(call: Call) -> dict[str, Array]:
     return {"table": values, "origin": jnp.full((1,), spec.origin, jnp.int32)}
 
 
-def _in_reach(plan: Plan, call: Call) -> Array | None:
+def _in_reach(call: Call) -> Array | None:
     """As `triton_gpu.in_reach`, where a table is used at all."""
     if call.prior is None or is_arithmetic(call.prior.log_prior, one_head(call.prior)):
         return None
@@ -175,7 +175,7 @@ def _in_reach(plan: Plan, call: Call) -> Array | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
-    fits = _in_reach(plan, call)
+    fits = _in_reach(call)
     return (
         _forward(plan, call)
         if fits is None

@@ -206,7 +206,7 @@ def cleaned(x: Array, seen: Array) -> Array:
     return lax.bitcast_convert_type(kept, x.dtype)
 
 
-def _walk(spec: Spec, bounds_ref: Any, batch: Array, block: Array, body: Callable[..., Any], carry: Any) -> Any:
+def _walk(bounds_ref: Any, batch: Array, block: Array, body: Callable[..., Any], carry: Any) -> Any:
     """Tiles of a block: masked ones, whole ones, masked ones (`triton_gpu.walks`)."""
     row = lax.rem(batch, jnp.int32(bounds_ref.shape[0]))
     low, whole, whole_end, high = (bounds_ref[row, block, n] for n in range(4))
@@ -239,7 +239,7 @@ def _forward_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) 
 
     start = jnp.full((tiles.rows,), -jnp.inf, jnp.float32)
     carry = (jnp.zeros((tiles.rows, x["v"].shape[-1]), jnp.float32), start, jnp.zeros_like(start))
-    acc, top, total = _walk(spec, x["bounds"], batch, block, body, carry)
+    acc, top, total = _walk(x["bounds"], batch, block, body, carry)
     some = total > 0
     safe = jnp.where(some, total, 1.0)
     x["o"][batch, q_side.where, head, :] = (acc / safe[:, None]).astype(x["o"].dtype)
@@ -290,7 +290,7 @@ def _query_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) ->
 
     zero = jnp.zeros((tiles.rows,), jnp.float32)
     init = (jnp.zeros(q.shape, jnp.float32), (zero,) * (spec.slopes + spec.sharpness + spec.gates))
-    dq, found = _walk(spec, x["bounds"], batch, block, body, init)
+    dq, found = _walk(x["bounds"], batch, block, body, init)
     sums = list(found)
     r = x["sharpness"][batch, head, q_side.where] if spec.sharpness else None
     dq = dq * spec.scale if r is None else dq * (r * spec.scale)[:, None]
@@ -328,7 +328,7 @@ def _key_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) -> N
             return dk, dv, gates
 
         gates = jnp.zeros((tiles.rows,), jnp.float32)
-        dk, dv, gates = _walk(spec, x["bounds"], batch, block, body, (*carry, gates))
+        dk, dv, gates = _walk(x["bounds"], batch, block, body, (*carry, gates))
         if spec.gates:
             x["gate_sums"][batch, head, k_side.where] = gates
         return dk, dv

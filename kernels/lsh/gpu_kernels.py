@@ -141,7 +141,7 @@ def _logits(spec: Spec, a: Array, b: Array, counts: Array) -> Array:
     return jnp.where(counts > 0, _dot(spec, a, b, (1, 1)) * (spec.scale * LOG2E), -jnp.inf)
 
 
-def _place(spec: Spec, x: Refs, tiles: Tiles) -> tuple[Array, Array, Array, Array]:
+def _place(spec: Spec, tiles: Tiles) -> tuple[Array, Array, Array, Array]:
     """(batch, query head, its key head, first row) of a program; the heads with the longest blocks are mostly last."""
     head = pl.num_programs(1) - 1 - pl.program_id(1)
     return pl.program_id(2), head, lax.div(head, jnp.int32(spec.group)), pl.program_id(0) * tiles.rows
@@ -149,7 +149,7 @@ def _place(spec: Spec, x: Refs, tiles: Tiles) -> tuple[Array, Array, Array, Arra
 
 def _forward_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) -> None:
     x = dict(zip(names, refs, strict=True))
-    batch, head, kv_head, start = _place(spec, x, tiles)
+    batch, head, kv_head, start = _place(spec, tiles)
     here = pl.ds(start, tiles.rows)
     q = x["q"][batch, here, head, :]
     counts, first, end = _of_queries(spec, x, batch, head, start, tiles)
@@ -177,7 +177,7 @@ def _forward_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) 
 
 def _query_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) -> None:
     x = dict(zip(names, refs, strict=True))
-    batch, head, kv_head, start = _place(spec, x, tiles)
+    batch, head, kv_head, start = _place(spec, tiles)
     here = pl.ds(start, tiles.rows)
     q, o, do = (x[n][batch, here, head, :] for n in ("q", "o", "do"))
     lse, dlse = (x[n][batch, head, here] for n in ("lse", "dlse"))

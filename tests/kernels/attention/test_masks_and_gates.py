@@ -1,4 +1,4 @@
-"""Visibility, counts of visible keys, places of queries, and the resolution of gate sums."""
+"""Visibility, places of queries, and the resolution of gate sums."""
 
 import itertools
 from typing import Any
@@ -28,7 +28,7 @@ def brute(q: np.ndarray, k: np.ndarray, ids: Any, causal: bool, window: int | No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("segments", [False, True])
-def test_counts_and_visibility_equal_loops(causal: bool, window: int | None, segments: bool) -> None:
+def test_visibility_equals_loops(causal: bool, window: int | None, segments: bool) -> None:
     rng = np.random.default_rng(0)
     q, k = rng.integers(0, 12, (2, 7)), rng.integers(0, 12, (2, 11))
     ids = (rng.integers(-1, 3, (2, 7)), rng.integers(-1, 3, (2, 11))) if segments else None
@@ -36,35 +36,18 @@ def test_counts_and_visibility_equal_loops(causal: bool, window: int | None, seg
     columns = (None, None) if ids is None else (ids[0][:, :, None], ids[1][:, None, :])
     got = masks.visible(jnp.asarray(q)[:, :, None], jnp.asarray(k)[:, None, :], *columns, causal=causal, window=window)
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
-    pair = None if ids is None else tuple(map(jnp.asarray, ids))
-    counts = masks.visible_counts(
-        7, 11, positions=jnp.asarray(q), kv_positions=jnp.asarray(k), segment_ids=pair, window=window, causal=causal
-    )
-    np.testing.assert_array_equal(counts, want.sum(2))
 
 
-@pytest.mark.parametrize(("length", "size"), [(6, 6), (3, 8), (8, 3), (1, 5)])
-@pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("causal", [True, False])
-def test_default_counts_equal_explicit_ones(length: int, size: int, window: int | None, causal: bool) -> None:
-    q, k = masks.default_positions(length, size)
-    explicit = masks.visible_counts(length, size, positions=q, kv_positions=k, window=window, causal=causal)
-    np.testing.assert_array_equal(masks.visible_counts(length, size, window=window, causal=causal), explicit)
-
-
-def test_counts_of_packed_documents_restart() -> None:
-    ids = jnp.array([[0, 0, 0, 1, 1, -1]])
-    np.testing.assert_array_equal(masks.visible_counts(6, segment_ids=ids), [[1, 2, 3, 1, 2, 0]])
-
-
-def test_last_visible_key_in_storage_order() -> None:
+def test_last_visible_key_in_storage_order(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     q, k = rng.integers(0, 12, (2, 7)), rng.integers(0, 12, (2, 11))
     ids = rng.integers(-1, 3, (2, 7)), rng.integers(-1, 3, (2, 11))
     seen = brute(q, k, ids, True, None)
     want = [[max(np.flatnonzero(row), default=-1) for row in rows] for rows in seen]
-    got = masks.last_visible(jnp.asarray(q), jnp.asarray(k), tuple(map(jnp.asarray, ids)))
-    np.testing.assert_array_equal(got, want)
+    for pairs in (masks._PAIRS, 1, 7 * 4):  # one block, one key at a time, blocks that overlap at the end
+        monkeypatch.setattr(masks, "_PAIRS", pairs)
+        got = masks.last_visible(jnp.asarray(q), jnp.asarray(k), tuple(map(jnp.asarray, ids)))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_differences_of_gate_sums_do_not_lose_resolution_with_length() -> None:
