@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from kernels import triton
 from kernels.attention import triton_gpu
 from kernels.attention.call import Call, DistancePrior
 from kernels.attention.triton_decode_kernels import SPANS, Plan, Spec, merge_body, span_body, split_body
@@ -38,10 +39,7 @@ ARITHMETIC = frozenset((
 
 def supports(call: Call) -> str | None:
     """None, or why this kernel cannot serve the call."""
-    found = triton_gpu.capability()
-    if not found[:1].isdigit() or float(found) < 8:
-        return f"needs an NVIDIA GPU of compute capability 8.0 or later, found {found}"
-    return refusal(call, found)
+    return triton.machine_lacks() or refusal(call, triton.capability())
 
 
 def refusal(call: Call, device: str) -> str | None:

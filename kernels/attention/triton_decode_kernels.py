@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels.attention.triton_gpu_kernels import LOG2E, cleaned, padded_head, product
+from kernels.attention.triton_gpu_kernels import LOG2E, cleaned
+from kernels.triton import padded_head, product
 
 Array = jax.Array
 SPANS = 64  # partial results of the search for the visible span

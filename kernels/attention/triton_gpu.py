@@ -21,65 +21,32 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
+from kernels import triton
 from kernels.attention import xla
 from kernels.attention.call import FAR, Call, DistancePrior
-from kernels.attention.triton_gpu_kernels import Spec, Tiles, forward, key_gradients, padded_head, query_gradients
+from kernels.attention.triton_gpu_kernels import Spec, forward, key_gradients, query_gradients
+from kernels.triton import Chosen, Tiles, padded_head
 
 Array = jax.Array
 LN2 = 0.6931471805599453
-LARGEST_HEAD = 256
 REACH = 1 << 16
 SLOPES_AT_ONCE = 8
-SHARED_MEMORY = {"8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # KiB of a block
-
-
-def capability() -> str:
-    """Compute capability of the first device, or why there is none."""
-    if jax.default_backend() != "gpu":
-        return f"none: the default backend is {jax.default_backend()}"
-    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
 def supports(call: Call) -> str | None:
     """None, or why these kernels cannot serve the call."""
-    found = capability()
-    if not found[:1].isdigit() or float(found) < 8:
-        return f"needs an NVIDIA GPU of compute capability 8.0 or later, found {found}"
-    return refusal(call, found)
+    return triton.machine_lacks() or refusal(call, triton.capability())
 
 
 def refusal(call: Call, device: str) -> str | None:
     """What `supports` says on a GPU of compute capability `device`."""
-    if call.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"q, k and v must be bfloat16, float16 or float32, got {call.q.dtype}"
-    head = max(call.q.shape[-1], call.v.shape[-1])
-    if head > LARGEST_HEAD:
-        return f"head_dim {head} is more than {LARGEST_HEAD}"
-    wide, size, room = padded_head(head), call.q.dtype.itemsize, room_on(device)
-    for name, chosen in choose_tiles(wide, size, room)._asdict().items():
-        need = chosen.shared_memory(wide, size)
-        if need > room:
-            return f"the {name} kernel needs about {need} bytes of shared memory, this GPU has {room}"
-    return None
-
-
-def room_on(device: str) -> int:
-    """Bytes of shared memory that a block can have on a GPU of that compute capability; the least known if unknown."""
-    return 1024 * SHARED_MEMORY.get(device, min(SHARED_MEMORY.values()))
+    return triton.refusal(call.q, call.v, device, choose_tiles)
 
 
 @functools.cache
 def _tile_table() -> dict[str, dict[str, dict[str, str]]]:
     """dtype size -> padded head_dim -> kernel -> Tiles as text; measured, see docs/kernels.md."""
     return json.loads((Path(__file__).parent / "triton_gpu_tiles.json").read_text())
-
-
-class Chosen(NamedTuple):
-    """Tiles of the three kernels."""
-
-    forward: Tiles
-    queries: Tiles
-    keys: Tiles
 
 
 def choose_tiles(head_dim: int, itemsize: int, room: int) -> Chosen:
@@ -374,9 +341,10 @@ _attend.defvjp(_attend_fwd, attend_backward)
 
 
 def options_for(call: Call, tiles: Chosen | None = None, reach: int | None = None, interpret: bool = False) -> Options:
+    """The options of a call: tiles as measured, unless they are given, and distances that the prior's table holds."""
     length = call.q.shape[1] + call.k.shape[1]
     wide = padded_head(max(call.q.shape[-1], call.v.shape[-1]))
-    chosen = tiles or choose_tiles(wide, call.q.dtype.itemsize, room_on(capability()))
+    chosen = tiles or choose_tiles(wide, call.q.dtype.itemsize, triton.room_on(triton.capability()))
     return Options(chosen, reach or max(REACH, length), interpret)
 
 

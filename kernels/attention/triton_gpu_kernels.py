@@ -7,7 +7,7 @@ entries, so the first-level cache serves them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,49 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels.triton import launch
+from kernels.triton import Tiles, launch, product
 
 Array = jax.Array
 LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A block of `rows` of one side walks the other side in steps of `step`."""
-
-    rows: int
-    step: int
-    warps: int = 4
-    stages: int = 2
-
-    @classmethod
-    def parse(cls, text: str) -> "Tiles":
-        """The inverse of str: "128x64x4x3" is 128 rows, steps of 64, 4 warps, 3 stages."""
-        return cls(*map(int, text.split("x")))
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.step}x{self.warps}x{self.stages}"
-
-    def shared_memory(self, head_dim: int, itemsize: int) -> int:
-        """Estimate in bytes: per stage two arrays [step, D] and a float32 tile of the prior, once two arrays [rows, D]
-        and one [step, D] for changes of layout. Triton 3.6 takes less for sm_90 with every entry of the table of tiles.
-        """
-        stage = itemsize * 2 * head_dim * self.step + 4 * self.rows * self.step
-        return self.stages * stage + itemsize * head_dim * (2 * self.rows + self.step)
-
-    def fitted(self, head_dim: int, itemsize: int, room: int) -> "Tiles":
-        """These tiles, smaller if they do not fit into `room` bytes: fewer stages, shorter steps, then fewer rows."""
-        tiles = self
-        while tiles.shared_memory(head_dim, itemsize) > room:
-            if tiles.stages > 1:
-                tiles = replace(tiles, stages=tiles.stages - 1)
-            elif tiles.step > 16:
-                tiles = replace(tiles, step=tiles.step // 2)
-            elif tiles.rows > 16:
-                tiles = replace(tiles, rows=tiles.rows // 2)
-            else:
-                break
-        return tiles
 
 
 @dataclass(frozen=True)
@@ -95,20 +56,6 @@ class Spec:
 
 
 Refs = dict[str, Any]
-
-
-def padded_head(dim: int) -> int:
-    """The power of two, 16 at least, that a head_dim is padded to."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def product(a: Array, b: Array, contract: tuple[int, int], exact: bool, interpret: bool) -> Array:
-    """Matrix product with float32 sums; exact: of float32 operands split into three TF32 terms."""
-    precision: Any = None
-    if exact:
-        precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _dot(spec: Spec, a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -341,23 +288,11 @@ def _key_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) -> N
 
 
 def _call(
-    body: Callable[..., None],
-    spec: Spec,
-    tiles: Tiles,
-    arrays: dict[str, Array],
-    outputs: dict[str, Any],
-    grid: tuple[int, int, int],
+    body: Callable[..., None], spec: Spec, tiles: Tiles, arrays: dict[str, Array], outputs: dict[str, Any], grid: Any
 ) -> dict[str, Array]:
-    return launch(
-        partial(body, spec, tiles),
-        f"{body.__name__.strip('_')}_{tiles}",
-        grid,
-        arrays,
-        outputs,
-        warps=tiles.warps,
-        stages=tiles.stages,
-        interpret=spec.interpret,
-    )
+    name = f"{body.__name__.strip('_')}_{tiles}"
+    more: Any = {"warps": tiles.warps, "stages": tiles.stages, "interpret": spec.interpret}
+    return launch(partial(body, spec, tiles), name, grid, arrays, outputs, **more)
 
 
 def _line(arrays: dict[str, Array], *rest: int) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from kernels import triton
 from kernels.attention import bench_parts, mosaic_gpu, triton_decode, triton_gpu
 from kernels.attention.api import BACKENDS
 from kernels.attention.bench_cases import function, inputs
@@ -99,12 +100,12 @@ def job(row: dict[str, Any], shape: Any, case: str, kernel: str, attend: Callabl
 
 def triton_items(dtype: str, dim: int) -> list[bench_parts.Item]:
     shape = (2, 4096, 8, dim) if dtype == "bfloat16" else (1, 2048, 8, dim)
-    room = triton_gpu.room_on(triton_gpu.capability())
+    room = triton.room_on(triton.capability())
     present = triton_gpu.choose_tiles(dim, 2 if dtype == "bfloat16" else 4, room)
     jobs = []
     for kernel in KERNELS:
         for text in TRITON[dtype][dim][kernel]:
-            tiles = present._replace(**{kernel: triton_gpu.Tiles.parse(text)})
+            tiles = present._replace(**{kernel: triton.Tiles.parse(text)})
             attend = lambda call, tiles=tiles: triton_gpu.attend(call, triton_gpu.options_for(call, tiles))
             row = {"backend": "pallas_triton", "kernel": kernel, "tiles": text, "dtype": dtype, "head_dim": dim}
             jobs.append(job(row, shape, "bam+ssmax", kernel, attend))

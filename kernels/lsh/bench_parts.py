@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.attention.triton_gpu_kernels import Tiles
 from kernels.lsh import bench_cases, gpu_kernels
 from kernels.lsh.api import lsh_attention, sample_grids
 from kernels.lsh.bench_cases import DIM, HEADS, SIGMAS, Row
+from kernels.triton import Tiles
 
 Item = tuple[Row, Callable[[], Row] | None]
 Wanted = Callable[[Row], bool]

@@ -8,30 +8,22 @@ the kernels are in gpu_kernels.py.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels.attention.triton_gpu import LN2, capability, room_on
-from kernels.attention.triton_gpu_kernels import Tiles, padded_head
+from kernels import triton
+from kernels.attention.triton_gpu import LN2
 from kernels.lsh.call import Call, Combine
 from kernels.lsh.gpu_kernels import MOST_HELD, Spec, forward, key_gradients, query_gradients
+from kernels.triton import Chosen, Tiles, padded_head
 
 Array = jax.Array
-LARGEST_HEAD = 256
 LONGEST = 1 << 24  # rows are compared as float32
 MULTIPLE = 128  # lengths are padded to it; every tile divides it
-
-
-class Chosen(NamedTuple):
-    """Tiles of the three kernels."""
-
-    forward: Tiles
-    queries: Tiles
-    keys: Tiles
 
 
 # Bytes of a number -> head_dim up to -> tiles; measured, see docs/lsh.md.
@@ -58,28 +50,15 @@ class Options:
 
 
 def supports(call: Call, combine: Combine) -> str | None:
-    """None, or why these kernels cannot serve the call."""
-    found = capability()
-    if not found[:1].isdigit() or float(found) < 8:
-        return f"needs an NVIDIA GPU of compute capability 8.0 or later, found {found}"
-    return refusal(call, found)
+    """None, or why these kernels cannot serve the call; they serve both ways to combine."""
+    return triton.machine_lacks() or refusal(call, triton.capability())
 
 
 def refusal(call: Call, device: str) -> str | None:
     """What `supports` says on a GPU of compute capability `device`."""
-    if call.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"q, k and v must be bfloat16, float16 or float32, got {call.q.dtype}"
-    head = max(call.q.shape[-1], call.v.shape[-1])
-    if head > LARGEST_HEAD:
-        return f"head_dim {head} is more than {LARGEST_HEAD}"
     if call.q.shape[1] > LONGEST:
         return f"length {call.q.shape[1]} is more than {LONGEST}"
-    wide, size, room = padded_head(head), call.q.dtype.itemsize, room_on(device)
-    for name, chosen in choose_tiles(wide, size, room)._asdict().items():
-        need = chosen.shared_memory(wide, size)
-        if need > room:
-            return f"the {name} kernel needs about {need} bytes of shared memory, this GPU has {room}"
-    return None
+    return triton.refusal(call.q, call.v, device, choose_tiles)
 
 
 def choose_tiles(head_dim: int, itemsize: int, room: int) -> Chosen:
@@ -89,6 +68,7 @@ def choose_tiles(head_dim: int, itemsize: int, room: int) -> Chosen:
 
 
 def make_spec(options: Options, call: Call) -> Spec:
+    """What the kernels must know of a call when they are compiled."""
     integer = jnp.issubdtype(call.widths.dtype, jnp.integer)
     return Spec(
         length=call.q.shape[1],
@@ -173,8 +153,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def options_for(call: Call) -> Options:
+    """The options of a call: the measured tiles, as large as this GPU takes them."""
     wide = padded_head(max(call.q.shape[-1], call.v.shape[-1]))
-    return Options(choose_tiles(wide, call.q.dtype.itemsize, room_on(capability())))
+    return Options(choose_tiles(wide, call.q.dtype.itemsize, triton.room_on(triton.capability())))
 
 
 def attend(call: Call, combine: Combine, options: Options | None = None) -> tuple[Array, Array | None]:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels.attention.triton_gpu_kernels import Tiles, product
-from kernels.triton import launch
+from kernels.triton import Tiles, launch, product
 
 Array = jax.Array
 Refs = dict[str, Any]
@@ -228,23 +227,11 @@ def _key_body(spec: Spec, tiles: Tiles, names: tuple[str, ...], *refs: Any) -> N
 
 
 def _call(
-    body: Callable[..., None],
-    spec: Spec,
-    tiles: Tiles,
-    arrays: dict[str, Array],
-    outputs: dict[str, Any],
-    grid: tuple[int, int, int],
+    body: Callable[..., None], spec: Spec, tiles: Tiles, arrays: dict[str, Array], outputs: dict[str, Any], grid: Any
 ) -> dict[str, Array]:
-    return launch(
-        partial(body, spec, tiles),
-        f"lsh{body.__name__.removesuffix('_body')}_{tiles}",
-        grid,
-        arrays,
-        outputs,
-        warps=tiles.warps,
-        stages=tiles.stages,
-        interpret=spec.interpret,
-    )
+    name = f"lsh{body.__name__.removesuffix('_body')}_{tiles}"
+    more: Any = {"warps": tiles.warps, "stages": tiles.stages, "interpret": spec.interpret}
+    return launch(partial(body, spec, tiles), name, grid, arrays, outputs, **more)
 
 
 def _line(arrays: dict[str, Array]) -> Any:

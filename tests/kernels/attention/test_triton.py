@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from kernels import triton
 from kernels.attention import api, bench_cases, bench_parts, masks, triton_decode, triton_gpu
 from kernels.attention.bench_cases import Case, alibi, buckets, ggd, kerple
 from kernels.attention.call import make_call
-from kernels.attention.triton_gpu import Chosen, Tiles
+from kernels.triton import Chosen, Tiles
 
 SMALL = Chosen(Tiles(64, 32), Tiles(32, 64), Tiles(64, 32))
 CALLS = (
@@ -95,7 +96,7 @@ def test_tiles_that_need_too_much_shared_memory_are_refused(monkeypatch: pytest.
     assert str(big.shared_memory(128, 2)) in reason
 
 
-@pytest.mark.parametrize("device", [*triton_gpu.SHARED_MEMORY, "99.9"])
+@pytest.mark.parametrize("device", [*triton.SHARED_MEMORY, "99.9"])
 def test_every_head_and_dtype_fits_every_gpu(device: str) -> None:
     for dim in (16, 32, 48, 64, 80, 96, 128, 256):
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -119,7 +120,7 @@ def test_named_without_a_gpu_raises(name: str) -> None:
 def test_on_a_gpu_no_feature_falls_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the Mosaic kernels refuse, and machines that they refuse, are served by these."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(triton_gpu, "capability", lambda: "8.0")
+    monkeypatch.setattr(triton, "capability", lambda: "8.0")
     for made in ({}, {"dtype": jnp.float32}, {"dim": 256}, {"positions": jnp.arange(8)}, {"window": 3}):
         assert api.choose(call(**made)) == "pallas_triton"
     assert api.choose(call(1, 4096)) == "triton_decode"
@@ -128,7 +129,7 @@ def test_on_a_gpu_no_feature_falls_to_xla(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tables_of_tiles_can_be_read() -> None:
     for size, rows in triton_gpu._tile_table().items():
         for dim, kernels in rows.items():
-            room = triton_gpu.room_on("9.0")  # where they were measured
+            room = triton.room_on("9.0")  # where they were measured
             assert [str(t) for t in triton_gpu.choose_tiles(int(dim), int(size), room)] == list(kernels.values())
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from kernels.attention.triton_gpu_kernels import Tiles
 from kernels.lsh import aot, api, gpu, reference, tpu
 from kernels.lsh.bench import DOCS, merged
 from kernels.lsh.bench_tables import MARK, committed, times
 from kernels.lsh.call import Call, make_call
+from kernels.triton import Chosen, Tiles
 from tests.helpers import relative_rms
 from tests.kernels.lsh.test_attention import Arrays, draw, grids, packed
 
-TILES = gpu.Chosen(Tiles(64, 32), Tiles(32, 64), Tiles(32, 32))
+TILES = Chosen(Tiles(64, 32), Tiles(32, 64), Tiles(32, 32))
 LIMITS = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 2e-3}
 
 
