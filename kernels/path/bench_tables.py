@@ -15,7 +15,7 @@ def tables(results: Path = RESULTS) -> str:
     """All of them, as Markdown."""
     data = json.loads(results.read_text())
     env, rows = data["env"], data["rows"]
-    names = ("device", "driver", "python", "jax", "torch", "triton", "flash-linear-attention", "date")
+    names = ("device", "driver", "python", "jax", "torch", "triton", "flash-linear-attention", "date", "commit")
     known = [f"{n} {env[n]}" for n in names if env.get(n)]
     parts = (speed(rows), kernels(rows), decode(rows), checks(rows))
     return "\n".join([", ".join(known) + ".", *(line for part in parts if part for line in ("", *part))])
