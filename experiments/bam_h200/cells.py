@@ -1,6 +1,7 @@
 """One process per compiled program: it trains and asks its cells, one after the other, when it is its turn."""
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Materials:
         return self.out / "held_out.npy"
 
     def rows(self, cell: Cell) -> Path:
-        return self.out / "rows" / f"{cell.size}-{cell.mix}-seed{cell.seed}"
+        return self.out / "rows" / f"{cell.size}-{cell.mix}-seed{cell.seed}-{self.config(cell).train.steps}"
 
     def config(self, cell: Cell) -> Config:
         return cell.config(self.tokenizer, self.source, self.overrides)
@@ -75,13 +76,15 @@ def identity(cell: Cell, materials: Materials) -> dict[str, Any]:
     return {"cell": asdict(cell), "config": config, "asked": json.loads(json.dumps(asdict(asked_of(cell))))}
 
 
-def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connection) -> None:
+def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connection, gpu: str | None = None) -> None:
     """Compile for `cells`, which share their programs, then train and ask each when `parent` answers "go".
 
     Sends ("want", cell, last) to use the device (last: after all others), ("free",) when it no longer does, ("say",
     text), ("rows", cell, rows), ("failed", text), and ends with ("end",). far: ask the first cell also at the far
-    lengths, if it finds a key at the last of the others.
+    lengths, if it finds a key at the last of the others. gpu: the only one that this process may use.
     """
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         worker = Worker(cells[0], materials, parent)
         for cell in cells:

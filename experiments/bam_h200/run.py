@@ -60,6 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, help="programs that are open at a time (default: the CPU cores)")
     parser.add_argument("--far", action="store_true", help="ask the first seeds also at 128k and 512k tokens")
     parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/bam_h200)")
+    parser.add_argument("--gpus", type=int, help="deal the cells to so many GPUs, --together on each (default: one)")
     parser.add_argument("--resume", action="store_true", help="continue the study in --out")
     return parser.parse_intermixed_args(argv)
 
@@ -95,10 +96,9 @@ def prepare_batches(options: argparse.Namespace, cells: Sequence[Cell], material
     if not (folder / "info.json").exists():
         rows.save_corpus(text.corpus(first.data, options.text, options.gpt2, first.model.vocab_size), folder)
         say("training text")
-    for cell in {materials.rows(cell): cell for cell in cells}.values():
-        config = materials.config(cell)
-        rows.make_rows(config.data, folder, config.train.steps, materials.rows(cell))
-        say(f"batches of {cell.mix}, seed {cell.seed},")
+    configs = {materials.rows(cell): materials.config(cell) for cell in cells}
+    wanted = [(config.data, config.train.steps, out) for out, config in configs.items()]
+    rows.make_all(wanted, folder, done=lambda out: say(f"batches {out.name}"))
 
 
 def prepare_questions(options: argparse.Namespace, cells: Sequence[Cell], materials: Any, say: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cells in processes: compiled side by side, on the device a few at a time, in the order of the list."""
+"""Cells in processes: compiled side by side, on each device a few at a time, in the order of the list."""
 
 import argparse
 import json
@@ -38,6 +38,7 @@ class _Process:
     cells: list[Cell]
     process: Any
     pipe: Connection
+    gpu: str | None = None
     wants: Cell | None = None
     last: bool = False
     busy: bool = False
@@ -54,6 +55,7 @@ class Board:
     together: int
     processes: int
     far: bool
+    gpus: Sequence[str | None] = (None,)
     rows: dict[Cell, list[dict[str, Any]]] = field(default_factory=dict)
     open: list[_Process] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
@@ -67,16 +69,20 @@ def run_cells(
     jobs: what must be done before any cell begins; their errors are raised.
     """
     processes = options.processes or os.cpu_count() or 1
-    board = Board(cells, materials, jobs, options.minutes, options.together, processes, options.far)
+    gpus = gpus_of(options.gpus)
+    board = Board(cells, materials, jobs, options.minutes, options.together, processes, options.far, gpus)
     for cell in cells:
         own = finished(cell, materials)
         if own is not None:
             board.rows[cell] = own
     left = [cell for cell in cells if cell not in board.rows]
     programs = [[cell for cell in left if cell.program == p] for p in dict.fromkeys(cell.program for cell in left)]
+    given = dict.fromkeys(board.gpus, 0)  # cells that each GPU has been given so far
     while programs or board.open:
         while programs and len(board.open) < board.processes and not _over(board):
-            board.open.append(_start(board, programs.pop(0)))
+            gpu = min(given, key=lambda name: given[name])
+            given[gpu] += len(programs[0])
+            board.open.append(_start(board, programs.pop(0), gpu))
         if programs and _over(board) and not board.open:
             break
         _serve(board)
@@ -89,13 +95,24 @@ def _over(board: Board) -> bool:
     return board.clock.tick() > 60 * board.minutes
 
 
-def _start(board: Board, cells: list[Cell]) -> _Process:
+def gpus_of(count: int | None) -> tuple[str | None, ...]:
+    """Names of the first `count` GPUs that this process may use; (None,) for None: whatever JAX takes."""
+    if count is None:
+        return (None,)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in seen.split(",")] if seen else [str(number) for number in range(count)]
+    if count > len(names):
+        raise ValueError(f"--gpus {count} is more than CUDA_VISIBLE_DEVICES={seen} has")
+    return tuple(names[:count])
+
+
+def _start(board: Board, cells: list[Cell], gpu: str | None) -> _Process:
     context = get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=work, args=(cells, board.materials, board.far, theirs), daemon=True)
+    process = context.Process(target=work, args=(cells, board.materials, board.far, theirs, gpu), daemon=True)
     process.start()
     theirs.close()
-    return _Process(cells, process, mine)
+    return _Process(cells, process, mine, gpu)
 
 
 def _serve(board: Board) -> None:
@@ -118,10 +135,19 @@ def _serve(board: Board) -> None:
         return
     for job in board.jobs:
         job.result()
-    waiting = sorted((p for p in board.open if p.wants), key=lambda p: (p.last, board.cells.index(p.wants)))
-    for one in waiting[: board.together - sum(p.busy for p in board.open)]:
+    for one in turns(board):
         one.pipe.send("go")
         one.wants, one.busy = None, True
+
+
+def turns(board: Board) -> list[_Process]:
+    """Those that may work now: on each GPU the first in the list, `together` of them at a time."""
+    found = []
+    for gpu in board.gpus:
+        mine = [p for p in board.open if p.gpu == gpu]
+        waiting = sorted((p for p in mine if p.wants), key=lambda p: (p.last, board.cells.index(p.wants)))
+        found += waiting[: max(0, board.together - sum(p.busy for p in mine))]
+    return found
 
 
 def _hear(board: Board, one: _Process, message: tuple[Any, ...]) -> None:

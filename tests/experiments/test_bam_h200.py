@@ -19,7 +19,7 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, speed, text, training
+from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, schedule, speed, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
@@ -86,6 +86,13 @@ def test_rows_in_memory_are_those_of_the_loader(tmp_path: Path) -> None:
     assert done == 3
     with pytest.raises(ValueError, match="another configuration"):
         rows.make_rows(config, kept, 4, tmp_path / "rows", processes=1)
+    told: list[Path] = []
+    wanted = [(replace(config, seed=seed), 3, tmp_path / name) for seed, name in ((0, "rows"), (0, "same"), (1, "new"))]
+    rows.make_all(wanted, kept, processes=2, done=told.append)
+    assert told == [tmp_path / "same", tmp_path / "new"]  # what is there is not made again
+    tokens = [np.load(out / "tokens.npy") for _, _, out in wanted]
+    np.testing.assert_array_equal(tokens[0], tokens[1])
+    assert (tokens[0] != tokens[2]).any()
     uneven = DataConfig(source="x", retrieval=RetrievalOptions(share=0.5, answer_weight=1.5))
     with pytest.raises(ValueError, match="whole numbers"):
         rows.make_rows(uneven, kept, 1, tmp_path / "other", processes=1)
@@ -214,6 +221,30 @@ def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
     assert cells.asked_of(Cell("path", 0)).passkey == ((512, 1024, 2048, 4096), (8192, 16384))
     with pytest.raises(ValueError, match=r"train\.steps=70 must be a multiple of 50"):
         training.Trainer(get("tiny", "train.steps=70"), ThreadPoolExecutor())
+
+
+def test_cells_take_turns_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time on each of two GPUs, first in the list first; what asks for the far lengths comes last."""
+    found = [Cell("rope", seed) for seed in range(6)]
+    board = schedule.Board(found, cells.Materials(Path(), "x"), (), 1.0, 2, 9, far=True, gpus=("0", "3"))
+    pipe: Any = None
+    one = lambda seed, gpu, **more: schedule._Process([found[seed]], None, pipe, gpu, **more)
+    board.open = [
+        one(5, "0", wants=found[5]),
+        one(0, "0", wants=found[0], last=True),
+        one(1, "0", wants=found[1]),
+        one(2, "3", busy=True),
+        one(4, "3", wants=found[4]),
+        one(3, "3", wants=found[3]),
+    ]
+    assert [p.cells[0].seed for p in schedule.turns(board)] == [1, 5, 3]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert schedule.gpus_of(None) == (None,)
+    assert schedule.gpus_of(2) == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert schedule.gpus_of(1) == ("2",)
+    with pytest.raises(ValueError, match="--gpus 3 is more than CUDA_VISIBLE_DEVICES=2, 3 has"):
+        schedule.gpus_of(3)
 
 
 def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
