@@ -255,6 +255,7 @@ def _printer(tokenizer: Tokenizer, prompt: str) -> tuple[Callable[[np.ndarray], 
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     p = argparse.ArgumentParser(prog="python -m bampath.generate", description="Continue texts with a checkpoint.")
     p.add_argument("checkpoint", help="a run's folder (its latest checkpoint) or a checkpoint's")
     p.add_argument("--prompt", action="append", required=True, help="text to continue; give it again for a batch")
@@ -270,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command: print each prompt with its continuation."""
     args = parser().parse_args(argv)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     loaded = load(args.checkpoint, args.tokenizer, **({"dtype": args.dtype} if args.dtype else {}))

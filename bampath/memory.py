@@ -73,6 +73,7 @@ class Memory:
 
 
 def in_words(size: float) -> str:
+    """Bytes as `3.20 GiB` or `12 MiB`."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.3g} MiB"
 
 

@@ -40,6 +40,8 @@ class Options:
 
 
 def make_spec(options: Options, x: Leaves, slopes: int = 0) -> Spec:
+    """What the kernels must know of a call when they are compiled. x: the leaves of `fused`; slopes: how many tables of
+    d(log prior)/d(parameter) a backward kernel is to read."""
     batch, _, heads, d = x["q"].shape
     kv_heads = x["k"].shape[2]
     queries, keys = options.lengths
@@ -248,6 +250,8 @@ def parameter_gradients(spec: Spec, rows: int, params: Any, sums: dict[str, Arra
 def key_sums(
     spec: Spec, tiles: Tiles, x: Leaves, arrays: dict[str, Array], delta: Array, table: Array | None
 ) -> dict[str, Array]:
+    """What the keys' backward kernel gives (`mosaic_gpu_backward_keys.key_gradients`). delta [B, H, padded T]: Σ do·o −
+    dlse of the rows; table: the prior over distance, or None."""
     arrays = arrays | {"delta": delta * arrays["factor"] if spec.sharpness else delta}
     arrays |= bounds_of(spec, x, "kv_segments", "q_segments", tiles, table)
     if table is not None:
@@ -267,6 +271,8 @@ def query_sums(
     table: Array | None,
     own: tuple[int, ...],
 ) -> dict[str, Array]:
+    """What the queries' backward kernel gives (`mosaic_gpu_backward.query_gradients`), in as many calls as the prior's
+    slopes need; own: places of the parameters whose slope is the prior itself, which need no table."""
     tiles = options.tiles[1]
     arrays = arrays | {"delta": delta} | bounds_of(spec, x, "q_segments", "kv_segments", tiles, table)
     if table is not None:

@@ -249,6 +249,7 @@ def vector(name: str, *shape: int) -> Any:
 
 
 def table(tiles: Tiles) -> Any:
+    """A shared-memory buffer for a tile's slice of the prior's table, one per stage."""
     return plgpu.SMEM((tiles.stages, table_buffer(tiles.slice, tiles.pairs)), jnp.float32)
 
 
@@ -264,11 +265,13 @@ def spread(line: Array, shape: tuple[int, int], axis: int = 0) -> Array:
 
 
 def zeros(*shape: int) -> Array:
+    """Float32 zeros where a product accumulates (two dimensions), or one per row of it."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else ROW
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def copy_vector(source: Any, name: str, batch: Array, head: Array, where: Any, target: Any, barrier: Any) -> None:
+    """Start the copy of a stretch of a [B, H, length] (segments: [B, length]) array to shared memory."""
     at = source.at[batch, where] if name.endswith("segments") else source.at[batch, head, where]
     plgpu.copy_gmem_to_smem(at, target, barrier)
 
@@ -281,6 +284,7 @@ def copy_table(source: Any, first: Array, target: Any, barrier: Any, tiles: Tile
 
 
 def copies_of_table(tiles: Tiles) -> int:
+    """How many copies `copy_table` starts, for whoever waits for them."""
     return len(table_chunks(tiles.slice, tiles.pairs))
 
 

@@ -214,6 +214,7 @@ def run_tile(tile: Tile, active: Any, body: Any) -> None:
 
 
 def forward(plan: Plan, program: Program | None, names: tuple[str, ...], *arguments: Any) -> None:
+    """The kernel body: o [Dv, block_q] and lse of a block of queries, from one step over the keys after the other."""
     refs = dict(zip(names, arguments, strict=True))
     head, batch, i, step = (pl.program_id(n) for n in range(4))
     first, last = plan.keys_of(i)
@@ -264,6 +265,7 @@ class Wanted:
 
 
 def backward(plan: Plan, program: Program | None, wanted: Wanted, names: tuple[str, ...], *arguments: Any) -> None:
+    """The kernel body: the gradients in `wanted`, added up in their output blocks over the inner steps of the grid."""
     refs = dict(zip(names, arguments, strict=True))
     head, batch, outer, inner = (pl.program_id(n) for n in range(4))
     if wanted.keys:

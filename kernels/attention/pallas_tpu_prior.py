@@ -38,6 +38,8 @@ class Value(NamedTuple):
 
 
 class Equation(NamedTuple):
+    """One equation of the flattened program."""
+
     primitive: Any
     params: dict[str, Any]
     inputs: tuple[Any, ...]  # Value or numpy constant

@@ -23,6 +23,7 @@ LONGEST = 2**18  # of T + S times query heads per key head: the gradient of the 
 
 
 def length(plan: Plan) -> int:
+    """Distances of a table: those of all padded queries to all padded keys."""
     return plan.padded_queries + plan.padded_keys
 
 
@@ -32,6 +33,7 @@ def piece(plan: Plan) -> int:
 
 
 def pieces(plan: Plan) -> int:
+    """How many pieces a tile's stretch of the table has."""
     return (plan.block_q + plan.block_k) // piece(plan)
 
 

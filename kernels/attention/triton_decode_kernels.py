@@ -143,6 +143,7 @@ def _inline(spec: Spec, x: dict[str, Any], head: Array, ahead: Array) -> Array:
 
 
 def split_body(spec: Spec, plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
+    """The kernel body: output and base-2 lse of one share of the keys, for all rows of a key head."""
     x = dict(zip(names, refs, strict=True))
     kv_head, split, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     # A matrix product has 16 rows at least. Rows are repeated to fill it, so that what is elementwise in them (prior,
@@ -212,6 +213,7 @@ def _stream(ref: Any, batch: Array, column: Array, kv_head: Array, d: Array, dim
 
 
 def merge_body(spec: Spec, names: tuple[str, ...], *refs: Any) -> None:
+    """The kernel body: one row's output and natural lse, from those of all shares."""
     x = dict(zip(names, refs, strict=True))
     row, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     splits, place = x["part_lse"].shape[3], row * spec.padding[1]

@@ -131,6 +131,7 @@ def _padded(x: Array, axis: int, length: int, value: Any = 0, edge: bool = False
 
 
 def make_spec(options: Options, call: Call, slopes: int = 0) -> Spec:
+    """What the kernels must know of a call when they are compiled. slopes: tables of d(log prior)/d(parameter)."""
     queries, keys = call.q.shape[1], call.k.shape[1]
     explicit = call.q_positions is not None
     back = 0 if call.causal else (options.reach if explicit else _up(keys) + max(queries - keys, 0))

@@ -79,6 +79,7 @@ class Call:
 
 
 def check_combine(combine: Any) -> Combine:
+    """`combine` as it is given. ValueError unless it names a way to combine the samples."""
     if combine not in COMBINE:
         raise ValueError(f"combine={combine!r} is not one of {', '.join(map(repr, COMBINE))}")
     return combine

@@ -22,6 +22,7 @@ def masks(call: Call) -> Array:
 
 
 def supports(call: Call, combine: Combine) -> None:
+    """Everything."""
     return None
 
 

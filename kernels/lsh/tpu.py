@@ -47,6 +47,7 @@ def _pad(size: int, unit: int) -> int:
 
 
 def make_spec(call: Call, block: int | None = None) -> Spec:
+    """What the kernels must know of a call when they are compiled. block: tokens of a block, for tests."""
     batch, length, heads, dim = call.q.shape
     block = block or min(BLOCK, _pad(length, LANES))
     sublanes = 32 // call.q.dtype.itemsize

@@ -109,6 +109,7 @@ def _range(spec: Spec, ref: Any, batch: Array, head: Array, block: Array) -> Arr
 
 
 def forward(spec: Spec, names: tuple[str, ...], *arguments: Any) -> None:
+    """The kernel body: o [Dv, block] and lse of a block of queries, from the keys that its longest blocks reach."""
     x = dict(zip(names, arguments, strict=True))
     batch, head, kv_head, i = _place(spec)
     top, total, acc = x["top"], x["total"], x["acc"]
@@ -143,6 +144,7 @@ def _gradients(spec: Spec, c: Array, k: Array, v: Array, q: Array, do: Array, ro
 
 
 def query_gradients(spec: Spec, names: tuple[str, ...], *arguments: Any) -> None:
+    """The kernel body: dq [D, block] of a block of queries."""
     x = dict(zip(names, arguments, strict=True))
     batch, head, kv_head, i = _place(spec)
     dq = x["dq"]
@@ -159,6 +161,7 @@ def query_gradients(spec: Spec, names: tuple[str, ...], *arguments: Any) -> None
 
 
 def key_gradients(spec: Spec, names: tuple[str, ...], *arguments: Any) -> None:
+    """The kernel body: dk and dv [D, block] of a block of keys, summed over the query heads of its key head."""
     x = dict(zip(names, arguments, strict=True))
     kv_head, batch, j = (pl.program_id(n) for n in range(3))
     dk, dv = x["dk"], x["dv"]

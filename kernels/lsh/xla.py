@@ -46,6 +46,7 @@ class Head(NamedTuple):
 
 
 def supports(call: Call, combine: Combine) -> None:
+    """Everything."""
     return None
 
 
@@ -228,6 +229,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def make_spec(call: Call, rows: int | None = None) -> Spec:
+    """How a call is cut into tiles of `rows` queries (default: as many as are fast)."""
     length = call.q.shape[1]
     rows = rows or min(ROWS, length)
     precision = lax.Precision.HIGHEST if call.q.dtype in (jnp.float32, jnp.float64) else None

@@ -61,6 +61,8 @@ class Edges(NamedTuple):
 
 
 class TileGradients(NamedTuple):
+    """What one tile adds to the gradients of its scores, values, bias and prior."""
+
     scores: Array  # [B, H, S, S]
     v: Array  # [B, K, S, Dv]
     bias: Bias

@@ -162,6 +162,7 @@ def block_inputs(options: PathOptions, x: Leaves) -> Leaves:
 
 
 def level_inputs(x: Leaves) -> Leaves:
+    """What the kernels of a level read of the call, beside its own queries and keys."""
     gates = None if x["gates"] is None else (*x["gates"], *x["gates"])
     return {n: x[n] for n in ("v", "params", "sharpness", "segments")} | {"gates": gates}
 

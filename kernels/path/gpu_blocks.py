@@ -114,11 +114,13 @@ Split = tuple[Array, Array]  # float32 values as the sum of two float16 arrays
 
 
 def split(x: Array) -> Split:
+    """Float32 x as two float16 parts, which hold 22 bits of it."""
     high = x.astype(F16)
     return high, (x - high.astype(F32)).astype(F16)
 
 
 def joined(x: Split) -> Array:
+    """The float32 values of both parts."""
     return x[0].astype(F32) + x[1].astype(F32)
 
 
