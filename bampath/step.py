@@ -169,20 +169,29 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         with sharding.use(mesh):
             loss, grads = gradients(config, model, state.params, batch, key)
-        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.tree.norm(updates)
-        sound = state.sound & jnp.isfinite(loss.total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
-        after = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key, sound)
-        kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
-        ranges = positional_ranges(kept.params, declared.roles)
-        report = Report(loss, grad_norm, update_norm, schedule(state.step), squares, ranges, sound)
-        return replace(kept, sound=sound), report
+        return updated(state, loss, grads, declared, optimizer, schedule(state.step))
 
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
     placed = _shardings(config, model, optimizer, mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, sharding.replicated(mesh)))
+
+
+def updated(
+    state: TrainState, loss: Mean, grads: Any, declared: Declared, optimizer: optax.GradientTransformation, rate: Array
+) -> tuple[TrainState, Report]:
+    """The state after the optimiser's step with `grads`, and what it tells; rate: the learning rate, to be told.
+
+    Where loss, gradient or update is not finite, and after such a step, everything but `sound` stays as it was.
+    """
+    squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.tree.norm(updates)
+    sound = state.sound & jnp.isfinite(loss.total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+    after = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key, sound)
+    kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
+    ranges = positional_ranges(kept.params, declared.roles)
+    return replace(kept, sound=sound), Report(loss, grad_norm, update_norm, rate, squares, ranges, sound)
 
 
 def make_eval_step(config: Config, model: nn.Module) -> Callable[[Any, Batch], Mean]:

@@ -15,7 +15,7 @@ from bampath.convert.distill.options import Stage
 from bampath.metrics import Mean
 from bampath.model import LM, head_kernel
 from bampath.optim import learning_rate
-from bampath.step import Batch, Declared, Report, TrainState, positional_ranges
+from bampath.step import Batch, Declared, Report, TrainState, updated
 from bampath.warm import positional
 
 Array = jax.Array
@@ -135,20 +135,18 @@ def make_step(
     """
     schedule, factors = learning_rate(stage.config.optim, stage.config.train.steps), rates(stage, declared)
 
+    def update(grads: Any, opt_state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return jax.tree.map(lambda u, rate: u * rate if rate else jnp.zeros_like(u), updates, factors), opt_state
+
+    scaled = optax.GradientTransformation(optimizer.init, update)
+
     def step(state: TrainState, teacher_params: Any, batch: Batch) -> tuple[TrainState, Told]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         loss, sums, grads = gradients(stage, student, teacher, state.params, teacher_params, batch, key)
         grads = jax.tree.map(lambda g, rate: g if rate else jnp.zeros_like(g), grads, factors)
-        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        updates = jax.tree.map(lambda u, rate: u * rate if rate else jnp.zeros_like(u), updates, factors)
-        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.tree.norm(updates)
-        sound = state.sound & jnp.isfinite(loss.total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
-        after = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key, sound)
-        kept = jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
-        ranges = positional_ranges(kept.params, declared.roles)
-        report = Report(loss, grad_norm, update_norm, schedule(state.step), squares, ranges, sound)
-        return replace(kept, sound=sound), Told(report, sums, layer_norms(stage.config, declared, squares))
+        after, report = updated(state, loss, grads, declared, scaled, schedule(state.step))
+        return after, Told(report, sums, layer_norms(stage.config, declared, report.squares))
 
     return jax.jit(step, donate_argnums=0)
 
