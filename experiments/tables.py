@@ -12,6 +12,7 @@ import numpy as np
 
 from bampath.analysis.figures import short_number
 from bampath.evaluation.intervals import over_seeds
+from bampath.evaluation.report import table
 
 Row = dict[str, Any]
 LEARNED = 0.9  # share of keys found that counts as having learned retrieval
@@ -104,6 +105,7 @@ def reach(rows: Sequence[Row], trained: int) -> int:
 
 
 def pooled(rows: list[Row]) -> str:
+    """Share of right answers of all rows together with its interval, as `0.95 [0.76, 0.99]`; empty without rows."""
     if not rows:
         return ""
     hits, samples = sum(row["correct"] for row in rows), sum(row["samples"] for row in rows)
@@ -112,6 +114,7 @@ def pooled(rows: list[Row]) -> str:
 
 
 def accuracy(rows: list[Row]) -> float:
+    """Share of right answers of all rows together."""
     return sum(row["correct"] for row in rows) / sum(row["samples"] for row in rows)
 
 
@@ -120,15 +123,11 @@ def _names(cases: Sequence[str]) -> str:
 
 
 def by(rows: Sequence[Row], key: str) -> dict[Any, list[Row]]:
+    """Rows by their value of `key`, in the order in which values first appear."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(row[key], []).append(row)
     return found
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def replace_between(path: Path, begin: str, end: str, text: str) -> None:
