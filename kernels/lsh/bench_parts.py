@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.attention.bench_parts import LIMITS, relative_rms, words
 from kernels.lsh import bench_cases, gpu_kernels
 from kernels.lsh.api import lsh_attention, sample_grids
 from kernels.lsh.bench_cases import DIM, HEADS, SIGMAS, Row
@@ -19,7 +20,6 @@ Item = tuple[Row, Callable[[], Row] | None]
 Wanted = Callable[[Row], bool]
 TIMERS, CHECKERS, TUNERS = 4, 6, 3  # processes
 THREADS = 4  # compilations of a process at a time
-LIMITS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}  # largest relative RMS error
 # length, heads, key heads, head_dim, samples, law, causal, documents, combine, dtype
 CHECKS = (
     *((712, 4, 4, 64, 10, "integer", True, False, "shared", dtype) for dtype in LIMITS),
@@ -42,10 +42,6 @@ CANDIDATES = tuple(
     for rows, step, warps, stages in ((64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 2),
                                       (128, 32, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2))
 )  # fmt: skip
-
-
-def words(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"[:300]
 
 
 class Compiling:
@@ -206,14 +202,6 @@ def run_check(
     judged = found if length > 1 else {n: found[n] for n in ("o", "dv")}
     passed = same and all(e < LIMITS[dtype] for e in judged.values())
     return {"error": judged, "deterministic": same, "passed": passed}
-
-
-def relative_rms(got: Any, want: Any) -> float:
-    a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if not np.array_equal(np.isneginf(a), np.isneginf(b)):
-        return float("inf")
-    a, b = np.where(np.isneginf(a), 0, a), np.where(np.isneginf(b), 0, b)
-    return float(np.sqrt(np.mean((a - b) ** 2)) / max(np.sqrt(np.mean(b**2)), 1e-12))
 
 
 def far_rows(length: int = 65_536, rows: int = 24) -> Row:

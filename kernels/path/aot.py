@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 from kernels.attention.aot import TOPOLOGIES, environment, make_mesh
 from kernels.path.api import path_attention
 
-RESULTS = Path(__file__).with_name("aot_results.json")
-
 
 @dataclass(frozen=True)
 class Case:
