@@ -57,7 +57,7 @@ def with_gradients(f: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def relative_rms(got: Any, want: Any) -> float:
-    """√(Σ (got − want)² / Σ want²) in float64, of log-sum-exps without those that are −inf in both; inf where one is."""
+    """√(Σ (got − want)² / Σ want²) in float64. What is −inf in both does not count; where one is, the error is inf."""
     a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if not np.array_equal(np.isneginf(a), np.isneginf(b)):
         return float("inf")
