@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
     p.add_argument("--config", default="bam-120m", help="named configuration (default %(default)s)")
-    p.add_argument("--lengths", default="4096,32768", help="tokens (default %(default)s)")
+    p.add_argument("--lengths", default="4096,32768", help="tokens, or none for --far alone (default %(default)s)")
     p.add_argument("--far", help="lengths at which one prompt is scored, read in pieces of --chunk")
     p.add_argument("--samples", type=int, default=100, help="prompts that are answered (default 100)")
     p.add_argument("--depths", type=int, default=20, help="prompts that are scored (default 20)")
@@ -226,9 +226,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be positive")
     config = configs.get(args.config, *args.overrides)
-    lengths = parse_lengths(args.lengths, config.model.train_length)
+    lengths = [] if args.lengths == "none" else parse_lengths(args.lengths, config.model.train_length)
     far = parse_lengths(args.far, config.model.train_length) if args.far else []
-    if min(lengths) <= args.new_tokens:
+    if not lengths and not far:
+        raise ValueError("--lengths none leaves nothing to time: name lengths with --far")
+    if min(lengths, default=args.new_tokens + 1) <= args.new_tokens:
         raise ValueError(f"--lengths {args.lengths} must be longer than --new-tokens {args.new_tokens}")
     if min(far, default=args.chunk + 1) <= args.chunk:
         raise ValueError(f"--far {args.far} must be longer than --chunk {args.chunk}: shorter ones belong in --lengths")
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{env['device']}, JAX {env['jax']}, {args.config} {' '.join(args.overrides)}, {config.model.position}")
     planned = [case for length in lengths for case in cases(model, params, length, sizes)]
     planned += [scored(model, params, length, 1, sizes, length > min(far)) for length in far]
-    checked = prepare(planned, lambda: checks(model, params, min(min(lengths), 2048)))
+    checked = prepare(planned, lambda: checks(model, params, min([*lengths, 2048])))
     for check in checked:
         print(f"  {check['check']:<44} error {check['error']:.1e}, bound {check['bound']:.0e}", flush=True)
     print("timing", flush=True)

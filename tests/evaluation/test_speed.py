@@ -37,6 +37,18 @@ def test_every_case_is_timed(tmp_path, capsys):
     assert "of forward" in shown
 
 
+def test_far_lengths_alone(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(speed, "checks", lambda model, params, length: asked.append(length) or [])
+    options = ["--config", "tiny", "--lengths", "none", "--far", "96", "--chunk", "64", "--batch-tokens", "64", "--out"]
+    speed.main([*SMALL, "position=nope", *options, str(tmp_path / "speed.json")])
+    rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["case"], row["length"]) for row in rows] == [("scored prompts", 96)]
+    assert asked == [2048]
+    with pytest.raises(ValueError, match="--lengths none leaves nothing to time"):
+        speed.main(["--config", "tiny", "--lengths", "none"])
+
+
 def test_no_case_begins_after_its_time(capsys):
     case = speed.Case("forward", 8, 1, "tokens_per_second", 8, lambda: None, lambda: None, 1)
     assert len(list(speed.timed([case, case], speed.Sizes(), seconds=60))) == 2
