@@ -7,6 +7,7 @@ import jax
 
 from bampath.positions.options import option
 from bampath.positions.slots import Geometry, Part, SlotName, Slots, Tokens
+from kernels.attention.checks import LARGEST_WINDOW
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Window(Part):
     def validate(self) -> None:
         if self.size < 1:
             raise ValueError(f"window: size is {self.size} but must be at least 1 (the query itself)")
+        if self.size > LARGEST_WINDOW:
+            raise ValueError(
+                f"window: size is {self.size} but must be at most {LARGEST_WINDOW}, as distances are int32"
+            )
 
     def fill(
         self, params: dict[str, jax.Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any

@@ -77,16 +77,19 @@ def attention(
       q: [B, T, H, D]. k: [B, S, Hkv, D]. v: [B, S, Hkv, Dv]. Floating; H a multiple of Hkv (head h reads key head
         h // (H // Hkv)). Different dtypes are promoted to a common one; the output has q's.
       prior: a `DistancePrior` for H heads, or None.
-      log_gates: [B, S, H] float32 ≤ 0, finite (FoX, arXiv 2503.02130): G is their inclusive running sum over the keys
-        in storage order (padding counts as 0). A query's own place is key t when T = S, else the last key in storage
-        order at or before its position in its segment. Or a pair (c_q [B, T, H], c_k [B, S, H]) of sums already formed,
-        which adds c_q − c_k; each an array, or (hi, lo) as `gates.running_sums` gives them. Needs `causal`.
+      log_gates: [B, S, H] float32 ≤ 0 (FoX, arXiv 2503.02130): G is their inclusive running sum over the keys in
+        storage order (padding counts as 0). One below −2²⁰, −inf included, counts as −2²⁰: keys behind it weigh 0
+        unless r is below 1e-4 or other logits differ by as much. A query's own place is key t when T = S, else the last
+        key in storage order at or before its position in its segment. Or a pair (c_q [B, T, H], c_k [B, S, H]) of sums
+        already formed, which adds c_q − c_k; each an array, or (hi, lo) as `gates.running_sums` gives them. Needs
+        `causal`.
       sharpness: [B, T, H] float32, or None for 1.
       segment_ids: [B, T] int (then T = S), or a pair (q [B, T], kv [B, S]). A query sees keys of its own id only; a
         negative id is padding: such keys are seen by nobody, such queries see nothing.
-      positions, kv_positions: [B, T] or [T], and [B, S] or [S] int. Default: keys 0..S−1, queries S−T..S−1. They decide
-        masks and distances, not the storage order. Rows that pack whole documents in order need no explicit positions:
-        distances inside a document are the same, and the default is faster.
+      positions, kv_positions: [B, T] or [T], and [B, S] or [S] int, of size below 2³⁰ (beyond, they count as 2³⁰ − 1).
+        Default: keys 0..S−1, queries S−T..S−1. They decide masks and distances, not the storage order. Rows that pack
+        whole documents in order need no explicit positions: distances inside a document are the same, and the default
+        is faster.
       window: a query sees keys less than `window` positions away (its own position counts as one).
       causal: a query sees keys at or before its position.
       scale: static factor of the content term, default 1/√D.

@@ -133,7 +133,10 @@ def _positions(positions: Any, kv_positions: Any, batch: int, length: int, kv_le
             continue
         size: dict[str, int | None] = {"T" if name == "positions" else "S": fallback.shape[1]}
         check_array(name, given, size if len(getattr(given, "shape", ())) == 1 else {"B": batch, **size}, "integer")
-        out.append(jnp.clip(jnp.atleast_2d(given), -FAR, FAR).astype(jnp.int32))
+        given = jnp.atleast_2d(given)
+        if given.dtype.itemsize < 4:  # before the bounds, which such a type cannot hold
+            given = given.astype(jnp.int32)
+        out.append(jnp.clip(given, -FAR, FAR).astype(jnp.int32))
     return out[0], out[1]
 
 

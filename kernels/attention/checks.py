@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 Kind = Literal["activation", "float32", "integer"]
+LARGEST_WINDOW = 2**31 - 1
 
 
 def check_array(name: str, value: Any, want: dict[str, int | None], kind: Kind = "activation") -> None:
@@ -46,6 +47,8 @@ def check_window(window: Any) -> int | None:
         raise TypeError(f"window must be a Python int (it is static) or None, got {window!r}")
     if size < 1:
         raise ValueError(f"window={size} must be at least 1 (1: a query sees its own position only)")
+    if size > LARGEST_WINDOW:
+        raise ValueError(f"window={size} must be at most {LARGEST_WINDOW}: distances are int32 (None: no window)")
     return size
 
 

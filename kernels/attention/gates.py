@@ -3,6 +3,9 @@
 A single float32 running sum loses the resolution of a difference as it grows (6e-3 at 65,536 tokens). Here each sum is
 an unevaluated pair hi + lo (double-float arithmetic on Knuth's two-sum), and a kernel forms
 (hi_i − hi_j) + (lo_i − lo_j): the error is relative to that difference, not to the sums.
+
+A pair holds 48 bits of a sum, so a gate of −1e30 would wipe out what the gates around it say, and one of −inf makes
+every later difference a NaN. Gates are therefore cut at SHUT, which a softmax cannot tell from −inf.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from jax import lax
 
 Array = jax.Array
 Pair = tuple[Array, Array]
+SHUT = -(2.0**20)  # a log gate below this counts as this
 
 
 def _two_sum(a: Array, b: Array) -> Pair:
@@ -104,9 +108,14 @@ def _bwd(starts_BS: Array, cotangents: Pair) -> tuple[Array, None]:
 _sums.defvjp(_fwd, _bwd)
 
 
-def running_sums(x_BSH: Array, starts_BS: Array | None = None) -> Pair:
-    """Inclusive sums over axis 1 as (hi, lo), restarting where `starts_BS` is True.
+def cut_shut(log_gates: Array) -> Array:
+    """Log gates, those below SHUT (−inf too) as SHUT, without a gradient: what lies behind them weighs nothing."""
+    return jnp.where(log_gates < SHUT, jnp.asarray(SHUT, log_gates.dtype), log_gates)
 
-    Gradients flow through hi; lo is its rounding error, a constant.
+
+def running_sums(x_BSH: Array, starts_BS: Array | None = None) -> Pair:
+    """Inclusive sums over axis 1 of log gates as (hi, lo), restarting where `starts_BS` is True.
+
+    Gates below SHUT count as SHUT. Gradients flow through hi; lo is its rounding error, a constant.
     """
-    return _sums(x_BSH, jnp.zeros(x_BSH.shape[:2], bool) if starts_BS is None else starts_BS)
+    return _sums(cut_shut(x_BSH), jnp.zeros(x_BSH.shape[:2], bool) if starts_BS is None else starts_BS)

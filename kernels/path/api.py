@@ -71,7 +71,8 @@ def path_attention(
         h // (H // Hkv)). Different dtypes are promoted to a common one; the output has q's.
       w: [B, T, Hkv, D] float32 unit vectors. beta: [B, T, Hkv] float32 in [0, 2] (neither is checked: they are data).
         float64 next to a float64 q.
-      log_gates: [B, T, H] float32 ≤ 0, finite, one per query head: G is their inclusive running sum along the row.
+      log_gates: [B, T, H] float32 ≤ 0, one per query head: G is their inclusive running sum along the row. One below
+        −2²⁰, −inf included, counts as −2²⁰, as in `attention`.
       scale_gates: multiply the gates by `scale` as well (the convention of the released PaTH-FoX code).
       prior: a `DistancePrior` for H heads. Distances are differences of row indices, which for whole documents in order
         are the differences of positions.

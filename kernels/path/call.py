@@ -9,7 +9,7 @@ from jax import lax
 
 from kernels.attention.call import DistancePrior, check_prior
 from kernels.attention.checks import check_array, check_flag, check_scale
-from kernels.attention.gates import running_sums
+from kernels.attention.gates import cut_shut, running_sums
 
 Array = jax.Array
 Maybe = TypeVar("Maybe", bound="Array | None")
@@ -137,7 +137,7 @@ def make_call(
     wide = jnp.promote_types(dtype, jnp.float32)
     gates = None
     if log_gates is not None:
-        steps = blank(segment_ids, log_gates.astype(wide))
+        steps = cut_shut(blank(segment_ids, log_gates.astype(wide)))
         gates = running_sums(steps * factor if scale_gates else steps)
     return PathCall(
         q=blank(segment_ids, q.astype(dtype)),

@@ -21,6 +21,7 @@ from jax import lax
 from kernels.attention.api import DistancePrior, attention
 from kernels.attention.call import check_prior
 from kernels.attention.checks import check_array, check_flag, check_scale
+from kernels.attention.gates import cut_shut
 from kernels.path.api import path_attention
 from kernels.path.call import blank, check_rows, check_segments, check_transitions
 from kernels.path.plan import choose_plan
@@ -158,7 +159,7 @@ def path_extend(
     sums = None
     if gates is not None and past_log_gates is not None:
         past_gates = blank(past_segment_ids, past_log_gates)
-        sums = (gate_factor * jnp.cumsum(gates, axis=1), -gate_factor * sums_after(past_gates))
+        sums = (gate_factor * jnp.cumsum(cut_shut(gates), axis=1), -gate_factor * sums_after(past_gates))
     options |= {"sharpness": sharpness, "implementation": implementation, "return_lse": True}
 
     def past(queries: Array, keys: Array) -> Attended:
@@ -231,6 +232,7 @@ def move_keys(k: Array, m: Array) -> Array:
 
 def sums_after(log_gates: Array) -> Array:
     """For each slot of [B, S, H], the sum over the slots after it."""
+    log_gates = cut_shut(log_gates)
     shifted = jnp.concatenate([log_gates[:, 1:], jnp.zeros_like(log_gates[:, :1])], axis=1)
     return lax.cumsum(shifted, axis=1, reverse=True)
 

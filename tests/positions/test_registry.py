@@ -91,6 +91,7 @@ ERRORS = [
     ("ssmax(init=often)", ["init", "'often'", "a number or mean_log"]),
     ("window", ["window needs size", "window(512)"]),
     ("window(0)", ["size is 0", "at least 1"]),
+    ("window(2147483648)", ["size is 2147483648", "at most 2147483647"]),
     ("window(3.5)", ["'3.5'", "an integer"]),
     ("window(4,size=5)", ["size is given twice"]),
     ("rope(base=1)", ["base", "greater than 1"]),

@@ -116,6 +116,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "positions float": (arrays(positions=jnp.zeros(6)), TypeError, "positions has dtype float32, must be int32"),
     "window zero": (arrays(window=0), ValueError, "window=0 must be at least 1"),
+    "window huge": (arrays(window=2**31), ValueError, "window=2147483648 must be at most 2147483647"),
     "window float": (arrays(window=2.5), TypeError, "window must be a Python int .* got 2.5"),
     "window bool": (arrays(window=True), TypeError, "window must be a Python int .* got True"),
     "scale": (arrays(scale="big"), TypeError, "scale must be a Python float .* got 'big'"),
@@ -180,6 +181,16 @@ def test_output_has_the_type_of_the_queries() -> None:
     wide = attention(q, q, np.concatenate([q, q, q], axis=3))  # values of another head_dim
     assert wide.shape == (1, 5, 2, 24)
     np.testing.assert_allclose(wide[..., 8:16], attention(q, q, q), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int64"])
+def test_positions_may_be_small_integers(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    args = arrays(v=jnp.asarray(rng.normal(size=(2, 6, 2, 8)), F32), prior=prior())
+    at = np.array([3, 1, 0, 2, 5, 4])
+    want = attention(**args, positions=at.astype(np.int32), kv_positions=at.astype(np.int32))
+    got = attention(**args, positions=at.astype(dtype), kv_positions=at.astype(dtype))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_positions_may_be_shared_by_the_batch() -> None:
