@@ -1,6 +1,6 @@
 """The scorers of LongBench's English tasks (THUDM/LongBench, MIT), with the edge cases of the published code.
 
-Each takes (answer, reference, classes) and gives a number from 0 to 1. `tests/evaluation/test_longbench_scores.py`
+Each takes (answer, reference, classes) and gives a number from 0 to 1. `tests/evaluation/test_longbench.py`
 holds values of the published packages.
 """
 
