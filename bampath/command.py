@@ -1,8 +1,12 @@
-"""How a command ends."""
+"""How a command ends, and where it may write."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT  # exit statuses
 
@@ -22,6 +26,46 @@ def fail_gracefully(main: Callable[[Sequence[str]], object], argv: Sequence[str]
         _end(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         _end(f"\n{stopped}", INTERRUPTED)
+
+
+class Stop:
+    """Remembers the first interrupt instead of dying of it; `by` is its number, 0 before. As a context manager it puts
+    back at its end what signals did before."""
+
+    def __init__(self) -> None:
+        self.by = 0
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.by = number
+        for either in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(either, signal.SIG_DFL)
+        print("finishing this step and saving; interrupt again to stop at once", file=sys.stderr)
+
+
+def file_to_write(path: str | Path, option: str) -> Path:
+    """The absolute path of a file of results, which need not exist, nor its folder. ValueError, naming `option`, if it
+    cannot be written: to be asked before the work whose results it is for."""
+    path = Path(path).expanduser().absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if there == path and not path.is_file():
+        raise ValueError(f"{option} {path} is not an ordinary file; choose another")
+    folder = path.parent if there == path else there
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: {folder} is not a folder; choose another")
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):  # the file is replaced as a whole
+        raise ValueError(f"{option} {path}: {folder} has no permission to be written; choose another")
+    return path
 
 
 def _end(line: str, status: int) -> None:

@@ -27,11 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bampath import config as configs
+from bampath.command import Stop
 from bampath.evaluation.results import environment, write_json, write_results
 from bampath.lock import NAME as LOCK
 from bampath.lock import RunLock, refuse_in_use
 from experiments.sweep_plan import INIT, SCHEDULE, SEEDS, Group, Spec, axis_of, member_of, plan, read_spec, spec_json
-from experiments.train import Stop
 
 SWEEPS = Path("runs/sweeps")
 PROGRAMS = "programs"

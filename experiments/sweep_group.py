@@ -14,6 +14,7 @@ import numpy as np
 
 from bampath import checkpoint, sweep
 from bampath.checkpoint import Saver
+from bampath.command import Stop
 from bampath.config import Config
 from bampath.data import Tokenizer, load_corpus, tokenizer_of, validation_batches
 from bampath.data.loader import STATE_VERSION, BatchSource, identity
@@ -24,7 +25,6 @@ from bampath.runs import saved_state, write_config
 from bampath.startup import check_vocabulary
 from bampath.step import Report, TrainState, build_model, declare
 from experiments.sweep_plan import Group, Member
-from experiments.train import Stop
 
 Row = dict[str, Any]
 

@@ -20,10 +20,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from bampath import config as configs
+from bampath.command import Stop
 from bampath.config import Config
 from bampath.watch import LOST
 
@@ -204,21 +204,6 @@ def dry_run(config: Config, run_dir: Path, options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return refuse(error)
     return DOES_NOT_FIT if found.fits is False else 0
-
-
-class Stop:
-    """Remembers the first interrupt instead of dying of it; `by` is its number, 0 before."""
-
-    def __init__(self) -> None:
-        self.by = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.by = number
-        for either in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(either, signal.SIG_DFL)
-        print("finishing this step and saving; interrupt again to stop at once", file=sys.stderr)
 
 
 def listing() -> str:

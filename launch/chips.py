@@ -6,6 +6,8 @@ Google's pages (cloud.google.com/tpu/docs, v5e, v5p and v6e): of HBM, and of the
 is sending.
 """
 
+import math
+import re
 from dataclasses import dataclass
 
 from bampath.flops import peak_flops
@@ -32,6 +34,14 @@ class Chip:
         return found
 
 
+class DoesNotFit(Exception):
+    """The compiler found no place for a program in the chip's memory; `wanted` is its size in bytes, if it said so."""
+
+    def __init__(self, message: str, wanted: float | None) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+
+
 CHIPS = {
     "v5e": Chip("v5e", "TPU v5 lite", 15.75 * GIB, 819e9, 100e9),
     "v5p": Chip("v5p", "TPU v5p", 95.74 * GIB, 2765e9, 200e9),
@@ -45,3 +55,13 @@ def chip_of(topology: str) -> Chip:
     if name not in CHIPS:
         raise ValueError(f"topology {topology!r} is not of one of the chips {', '.join(CHIPS)}; write v5e:16x16, say")
     return CHIPS[name]
+
+
+def chips_in(topology: str) -> int:
+    """How many chips a topology such as `v5e:16x16` or `v5p:2x2x2` has. ValueError if that is not its form."""
+    name, _, shape = topology.partition(":")
+    axes = 3 if name == "v5p" else 2
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape, re.ASCII) or shape.count("x") != axes - 1:
+        example = "x".join("4" * axes)
+        raise ValueError(f"topology {topology!r} must be {name}: and {axes} numbers of chips, such as {name}:{example}")
+    return math.prod(map(int, shape.split("x")))

@@ -18,22 +18,23 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from bampath import config as configs
+from bampath.command import file_to_write
 from bampath.config import Config, MeshConfig
 from bampath.overrides import override, to_dict
-from bampath.startup import schemes
-from launch.chips import GIB, Chip, chip_of
-from launch.hlo import summary
-from launch.program import DoesNotFit, Program, compile_step, rows_of, topology_devices, with_rows
+from launch.chips import GIB, Chip, DoesNotFit, chip_of, chips_in
 from launch.roofline import ASSUMPTIONS, estimate
 
-Compile = Callable[..., Program]  # (config, quick=…)
+if TYPE_CHECKING:
+    from launch.program import Program
+
+# What brings JAX and libtpu is imported inside the functions that need it, so that refusals come at once.
+
+Compile = Callable[..., "Program"]  # (config, quick=…)
 _NEAR = 1.15  # within this factor of a chip's memory the least effort and a run's may come to different answers
 
 
@@ -50,8 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.output and not options.output.parent.is_dir():
             raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}")
-        chip, devices = chip_of(options.topology), topology_devices(options.topology)
-        config, chosen = resolve(options.config, options.overrides, len(devices))
+        if options.output:
+            file_to_write(options.output, "--output")
+        chip, count = chip_of(options.topology), chips_in(options.topology)
+        config, chosen = resolve(options.config, options.overrides, count)
+        devices = _devices(options.topology, count)
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -62,6 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output:
         options.output.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     return 0 if row["fits"] else 3
+
+
+def _devices(topology: str, count: int) -> list[Any]:
+    """The chips of a topology, by libtpu. ValueError if it does not know it, or as something of another size."""
+    import jax
+
+    from launch.program import topology_devices
+
+    jax.config.update("jax_platforms", "cpu")  # there is no TPU to look for
+    devices = topology_devices(topology)
+    if len(devices) != count:
+        raise ValueError(f"--topology {topology}: libtpu has {len(devices)} chips for it, not {count}")
+    return devices
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -107,7 +124,9 @@ def resolve(name: str, overrides: Sequence[str], devices: int) -> tuple[Config, 
 def compiler(devices: list[Any]) -> Compile:
     """Compile for `devices`, and say on stderr what is compiled and what came of it: a search has several."""
 
-    def compile_for(config: Config, quick: bool) -> Program:
+    from launch.program import compile_step
+
+    def compile_for(config: Config, quick: bool) -> "Program":
         start = time.monotonic()
         say = lambda text, **how: print(text, file=sys.stderr, flush=True, **how)
         say(f"compiling   {rows_of(config)} rows per chip{', with the least effort' * quick}", end=": ")
@@ -127,6 +146,8 @@ def check(
     config: Config, chip: Chip, topology: str, compile_for: Compile, *, search: bool, full: bool = False
 ) -> dict[str, Any]:
     """One row of results: `config` compiled, and where it does not fit the largest batch that does."""
+    from bampath.startup import schemes
+
     row: dict[str, Any] = {
         "topology": topology,
         "devices": config.mesh.size,
@@ -153,7 +174,7 @@ def check(
     return row | {"fits": True} | facts(config, chip, program)
 
 
-def _compiled(config: Config, chip: Chip, compile_for: Compile, full: bool) -> Program:
+def _compiled(config: Config, chip: Chip, compile_for: Compile, full: bool) -> "Program":
     """`config` compiled with the least effort and, if that is wanted or too close to tell, as a run compiles it.
 
     DoesNotFit, at once where the least effort needs much more than there is.
@@ -169,8 +190,10 @@ def _compiled(config: Config, chip: Chip, compile_for: Compile, full: bool) -> P
     return compile_for(config, quick=False)
 
 
-def facts(config: Config, chip: Chip, program: Program) -> dict[str, Any]:
+def facts(config: Config, chip: Chip, program: "Program") -> dict[str, Any]:
     """What a compiled program says of itself, and the estimate of its speed."""
+    from launch.hlo import summary
+
     speed = estimate(config, chip, program.parameters, program.collectives)
     tokens = config.data.batch_size * config.data.sequence_length
     return {
@@ -200,7 +223,7 @@ _PARTS = ("matmul", "attention", "optimizer", "collective")
 
 def largest_batch(
     config: Config, compile_for: Compile, wanted: float | None, chip: Chip
-) -> tuple[Config, Program] | None:
+) -> tuple[Config, "Program"] | None:
     """The most rows per device (in each part of a step) that fit, compiled with the least effort; None if not even one
     row does.
 
@@ -271,6 +294,16 @@ def _facts_in_words(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def rows_of(config: Config) -> int:
+    """Rows on each device in each part of a step."""
+    return config.data.batch_size // (config.mesh.data * config.mesh.fsdp * config.train.accumulate)
+
+
+def with_rows(config: Config, rows_per_device: int) -> Config:
+    """`config` with so many rows on each device in each part of a step."""
+    spread = config.mesh.data * config.mesh.fsdp * config.train.accumulate
+    return replace(config, data=replace(config.data, batch_size=rows_per_device * spread))
+
+
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,15 +16,8 @@ from bampath.config import Config
 from bampath.sharding import make_mesh
 from bampath.sharding.rules import batch_sharding
 from bampath.step import abstract_state, build_model, declare, make_train_step, optimizer_of
+from launch.chips import DoesNotFit
 from launch.hlo import Collective, collectives
-
-
-class DoesNotFit(Exception):
-    """The compiler found no place for a program in the chip's memory; `wanted` is its size in bytes, if it said so."""
-
-    def __init__(self, message: str, wanted: float | None) -> None:
-        super().__init__(message)
-        self.wanted = wanted
 
 
 @dataclass(frozen=True)
@@ -151,14 +144,3 @@ def wanted_bytes(message: str) -> float | None:
         r"\(([\d.]+)([KMGT])\) exceeds available HBM", message
     )
     return float(match.group(1)) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[match.group(2)] if match else None
-
-
-def rows_of(config: Config) -> int:
-    """Rows on each device in each part of a step."""
-    return config.data.batch_size // (config.mesh.data * config.mesh.fsdp * config.train.accumulate)
-
-
-def with_rows(config: Config, rows_per_device: int) -> Config:
-    """`config` with so many rows on each device in each part of a step."""
-    spread = config.mesh.data * config.mesh.fsdp * config.train.accumulate
-    return replace(config, data=replace(config.data, batch_size=rows_per_device * spread))

@@ -11,9 +11,10 @@ import pytest
 from bampath.sharding import make_mesh
 from bampath.step import abstract_state, build_model, declare, make_train_step, optimizer_of
 from launch import compile as command
-from launch.chips import Chip, chip_of
+from launch import program as program_of
+from launch.chips import Chip, DoesNotFit, chip_of
 from launch.hlo import Collective, collectives, summary
-from launch.program import DoesNotFit, Program, abstract_batch, compile_step, rows_of, wanted_bytes
+from launch.program import Program, abstract_batch, compile_step, wanted_bytes
 from launch.roofline import estimate
 from tests.scale.small import LENGTH, MESHES, ROWS, small
 
@@ -192,7 +193,7 @@ def test_the_command_chooses_a_mesh_and_says_so() -> None:
     config, chosen = command.resolve("bam-1.1b", ["position=path+fox"], 256)
     assert (config.mesh.data, config.mesh.fsdp, config.mesh.size) == (16, 16, 256)
     assert config.data.batch_size == 1280  # the next multiple of 256 after 1,152
-    assert rows_of(config) == 5
+    assert command.rows_of(config) == 5
     assert {"mesh.fsdp=16", "model.remat=attention", "data.batch_size=1280"} <= set(chosen)
     kept, chosen = command.resolve("bam-1.1b", ["mesh.tensor=4", "mesh.data=4", "model.remat=full"], 16)
     assert (kept.mesh.tensor, kept.mesh.fsdp, kept.model.remat) == (4, 1, "full")
@@ -212,9 +213,9 @@ def compile_up_to(limit: int, tried: list[int]):  # type: ignore[no-untyped-def]
 
     def compile_for(config, quick):  # type: ignore[no-untyped-def]
         assert quick  # what does not fit costs little to find out
-        tried.append(rows_of(config))
-        if rows_of(config) > limit:
-            raise DoesNotFit("too large", 2.0**30 * (4 + rows_of(config)))
+        tried.append(command.rows_of(config))
+        if command.rows_of(config) > limit:
+            raise DoesNotFit("too large", 2.0**30 * (4 + command.rows_of(config)))
         return Program(121_130_000, 2**28, 2**28, 2**30, 1e9, {}, [], 1.0, 1.0)
 
     return compile_for
@@ -284,7 +285,7 @@ def test_what_is_compiled_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def compile_step(config, devices, quick):  # type: ignore[no-untyped-def]
         return compile_up_to(7, [])(config, quick)
 
-    monkeypatch.setattr(command, "compile_step", compile_step)
+    monkeypatch.setattr(program_of, "compile_step", compile_step)
     config, _ = command.resolve("bam-120m", ["data.batch_size=256", "mesh.data=16"], 16)
     command.check(config, chip_of("v5e:4x4"), "v5e:4x4", command.compiler([]), search=True)
     said = capsys.readouterr().err.splitlines()
@@ -327,12 +328,12 @@ def test_the_command_from_its_line_to_its_status(more, efforts, monkeypatch, cap
 
     def compile_step(config, devices, quick):  # type: ignore[no-untyped-def]
         tried.append(quick)
-        if rows_of(config) > 5:
+        if command.rows_of(config) > 5:
             raise DoesNotFit("too large", 2.0**35)
         return Program(121_130_000, 2**28, 2**28, 2**30, 1e9, {}, [], 1.0, 1.0, 1.0, quick)
 
-    monkeypatch.setattr(command, "compile_step", compile_step)
-    monkeypatch.setattr(command, "topology_devices", lambda name: [None] * 256)
+    monkeypatch.setattr(program_of, "compile_step", compile_step)
+    monkeypatch.setattr(program_of, "topology_devices", lambda name: [None] * 256)
     words = ["--topology", "v5e:16x16", "--config", "bam-1.1b", "position=path+fox", "--output", str(tmp_path / "row")]
     assert command.main([*words, *more]) == 0
     assert tried == efforts
@@ -355,3 +356,5 @@ def test_results_without_a_place_are_refused_before_anything_is_compiled(
     missing = tmp_path / "missing" / "row.json"
     assert command.main(["--topology", "v5e:2x2", "--config", "tiny", "--output", str(missing)]) == 2
     assert f"--output {missing}: there is no folder {missing.parent}" in capsys.readouterr().err
+    assert command.main(["--topology", "v5e:2x2", "--config", "tiny", "--output", str(tmp_path)]) == 2
+    assert f"--output {tmp_path} is not an ordinary file" in capsys.readouterr().err

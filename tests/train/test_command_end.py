@@ -1,11 +1,14 @@
 """How commands end: one line and a status, not a traceback."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from bampath.command import fail_gracefully
+from bampath.command import Stop, fail_gracefully, file_to_write
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,54 @@ def test_what_fails_is_a_line_and_a_status(error, status, line, capsys):
 def test_mistakes_of_the_code_keep_their_traceback():
     with pytest.raises(KeyError):
         fail_gracefully(lambda argv: {}["x"], [])
+
+
+def test_a_place_for_results_is_looked_at_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    assert file_to_write(tmp_path / "new/deep/out.json", "--out") == tmp_path / "new/deep/out.json"
+    assert file_to_write(tmp_path / "file", "--out") == tmp_path / "file"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_to_write("~/out.json", "--out") == tmp_path / "out.json"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # nothing was made
+    for path, words in (
+        (tmp_path, "is not an ordinary file"),
+        (Path(os.devnull), "is not an ordinary file"),
+        (tmp_path / "file/out.json", "file is not a folder"),
+    ):
+        with pytest.raises(ValueError, match=f"--out {path}.*{words}"):
+            file_to_write(path, "--out")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(ValueError, match="no permission to be written"):
+        file_to_write(tmp_path / "out.json", "--out")
+
+
+def test_what_signals_did_comes_back_after_an_interrupt_that_was_waited_for(capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with Stop() as stop:
+        assert stop.by == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.by == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert "interrupt again to stop at once" in capsys.readouterr().err
+
+
+def test_what_launch_compile_cannot_know_is_refused_without_jax():
+    code = """
+import sys
+from launch.compile import main
+for arguments in (["--config", "tinny", "--topology", "v5e:4x4"], ["--config", "tiny", "--topology", "v9:1x1"],
+                  ["--config", "tiny", "--topology", "v5e:4"], ["--config", "tiny", "--topology", "v5p:2x0x2"]):
+    assert main(arguments) == 2, arguments
+assert "jax" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    for line, words in zip(
+        lines, ("did you mean tiny?", "'v9:1x1' is not of one of", "such as v5e:4x4", "such as v5p:4x4x4"), strict=True
+    ):
+        assert words in line
 
 
 @pytest.mark.slow
