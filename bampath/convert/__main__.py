@@ -12,7 +12,7 @@ on what its teacher does, in stages that are runs as well (docs/conversion.md).
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit status 0, or 2 with a message that names what does not fit."""
+    """Run the command. Exit status: 0 done, 1 a loss that is not finite, 2 with a message that names what does not fit,
+    128 + n stopped by signal n."""
     options = parse(argv)
     from bampath.checkpoint import CheckpointError
 
+    commands: dict[str, Callable[[argparse.Namespace], int | None]]
     commands = {"import": import_, "position": position, "distill": distill, "export": export}
     try:
-        commands[options.command](options)
+        status = commands[options.command](options)
     except (ValueError, OSError, ImportError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -34,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        print("\nstopped", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -109,17 +111,24 @@ def position(options: argparse.Namespace) -> None:
     print(f"{loaded.config.model.position} → {model.position}\n{report}\n{options.out}")
 
 
-def distill(options: argparse.Namespace) -> None:
+def distill(options: argparse.Namespace) -> int:
+    """Run it; the first interrupt saves and ends with 128 + its number, the second one ends at once."""
     import re
 
+    from bampath.command import Stop
     from bampath.convert.distill import distill as run
     from bampath.convert.distill import plan
 
     found = plan(options.teacher, options.words, options.student, options.teacher_dtype)
     slug = re.sub(r"[^\w.+-]+", "_", found.position).strip("_")
     out = options.out or options.teacher.with_name(f"{options.teacher.name}-{slug}")
-    last = run(found, out, resume=options.resume)
+    with Stop() as stop:
+        last = run(found, out, resume=options.resume, should_stop=lambda: stop.by != 0)
+    if last is None:
+        print("stopped and saved; the same command with --resume goes on from there")
+        return 128 + stop.by
     print(f"done: {last}; look at it with python -m bampath.inspect {last}")
+    return 0
 
 
 def export(options: argparse.Namespace) -> None:

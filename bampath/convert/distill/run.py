@@ -157,7 +157,10 @@ def _claim(plan: Plan, out: Path, resume: bool) -> None:
     if out.exists() and any(out.iterdir()) and not (resume and kept.is_file()):
         raise FileExistsError(f"{out} is not empty; continue a distillation with --resume, or choose another folder")
     if kept.is_file():
-        before = json.loads(kept.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(kept.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{kept} is damaged ({error}): restore it, or choose another folder") from None
         if before != record:
             raise ValueError(f"{out} is another distillation: {_first_difference(before, record)}")
         return
