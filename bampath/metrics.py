@@ -8,10 +8,13 @@ dropped. TensorBoard shows the same numbers under the same names.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +53,21 @@ class Writer:
     """
 
     def __init__(self, run_dir: Path, resumed_step: int = 0, tensorboard: bool = False, *, active: bool = True) -> None:
-        self._path = Path(run_dir) / JSONL_NAME
-        self._file = self._board = None
+        self._path, self._board_path = Path(run_dir) / JSONL_NAME, Path(run_dir) / "tensorboard"
+        self._file: TextIO | None = None
+        self._board: _Board | None = None
         if not active:
             return
-        _cut_after(self._path, resumed_step)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._board = _tensorboard(run_dir, resumed_step) if tensorboard else None
+        if tensorboard:
+            with _failures(self._board_path):
+                self._board = _Board(self._board_path, resumed_step)
+        try:
+            with _failures(self._path):
+                _cut_after(self._path, resumed_step)
+                self._file = self._path.open("a", encoding="utf-8")
+        except (SaveError, ValueError):
+            self.close()
+            raise
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One record; NaN and infinity are written as null, as JSON has neither. SaveError if that fails."""
@@ -64,23 +75,22 @@ class Writer:
             return
         plain = {name: _plain(value) for name, value in values.items()}
         try:
-            self._file.write(json.dumps({"kind": kind, "step": step, **plain}, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            file, self._file = self._file, None
-            with suppress(OSError):  # closing tries to write the same line again
-                file.close()
-            raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
-        if self._board is not None:
-            for name, value in plain.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            with _failures(self._path):
+                self._file.write(json.dumps({"kind": kind, "step": step, **plain}, allow_nan=False) + "\n")
+                self._file.flush()
+            if self._board is not None:
+                with _failures(self._board_path):
+                    self._board.add(kind, step, plain)
+        except SaveError:
+            self.close()
+            raise
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for opened in (self._file, self._board):
+            with suppress(OSError):  # what has been flushed is there; closing tries again to write what could not be
+                if opened is not None:
+                    opened.close()
+        self._file = self._board = None
 
     def __enter__(self) -> "Writer":
         return self
@@ -100,7 +110,7 @@ def read(path: Path | str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = json.loads(line)
-                record["kind"], record["step"]
+                record["kind"], record["step"] + 0
             except (ValueError, TypeError, KeyError):
                 raise ValueError(f"{path}, line {number} is no record: {line[:60]!r}; delete the line") from None
             yield record
@@ -123,8 +133,57 @@ def _plain(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-def _tensorboard(run_dir: Path, resumed_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # heavy, and only wanted when a run is really logged
+@contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    """Errors of the file system as SaveError, with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path} could not be written: {error.strerror or error}") from error
 
-    purge = resumed_step + 1 if resumed_step else None
-    return SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge)
+
+class _Board:
+    """A new event file for TensorBoard, each record of which is with the operating system when `add` returns.
+    tensorboardX's own writer has a thread for it, and when that has died of a full disk, whoever adds waits for ever.
+
+    resumed_step: TensorBoard hides what earlier files have of later steps (0: nothing).
+    """
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # heavy, and only wanted when a run is really logged
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if resumed_step:
+            begin = SessionLog(status=SessionLog.START)
+            events.append(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
+        try:
+            self._write(events)
+        except OSError:
+            self._file.close()
+            raise
+
+    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers among the values of one record."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        event = lambda name, value: Event(wall_time=time.time(), step=step, summary=scalar(f"{kind}/{name}", value))
+        self._write([event(name, value) for name, value in numbers.items()])
+
+    def _write(self, events: Sequence[Any]) -> None:
+        """Records of the TFRecord format: length, its checksum, data, their checksum."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        framed = b""
+        for event in events:
+            data: bytes = event.SerializeToString()
+            length = struct.pack("<Q", len(data))
+            framed += length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+        self._file.write(framed)
+
+    def close(self) -> None:
+        self._file.close()

@@ -12,7 +12,7 @@ import optax
 from flax import linen as nn
 
 from bampath import checkpoint
-from bampath.checkpoint import CheckpointError
+from bampath.checkpoint import CheckpointError, SaveError
 from bampath.config import Config, read, to_json
 from bampath.data import Loader
 from bampath.lock import NAME as lock_name
@@ -56,6 +56,8 @@ def open_run(
     CheckpointError if its checkpoint is of a
     model with other arrays, ValueError if the configuration differs in what cannot change.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise NotADirectoryError(f"{run_dir} is a file, not the folder of a run: choose another --run-dir")
     used = run_dir.exists() and any(path.name != lock_name for path in run_dir.iterdir())
     if used and not resume:
         raise _not_empty(run_dir)
@@ -101,10 +103,13 @@ def claim(run_dir: Path, lock: RunLock, resume: bool) -> None:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Write config.json into the folder of a run so that a crash leaves the old or the new one."""
+    """Write config.json into the folder of a run so that a crash leaves the old or the new one; else SaveError."""
     temporary = run_dir / f"{CONFIG_NAME}.partial"
-    temporary.write_text(to_json(config) + "\n", encoding="utf-8")
-    os.replace(temporary, run_dir / CONFIG_NAME)
+    try:
+        temporary.write_text(to_json(config) + "\n", encoding="utf-8")
+        os.replace(temporary, run_dir / CONFIG_NAME)
+    except OSError as error:
+        raise SaveError(f"{run_dir / CONFIG_NAME} could not be written: {error.strerror}") from error
 
 
 def saved_state(state: TrainState) -> dict[str, Any]:

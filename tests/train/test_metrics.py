@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from bampath import config, progress
+from bampath.checkpoint import SaveError
 from bampath.flops import Flops, body_parameters, peak_flops, train_flops_per_token
 from bampath.metrics import Mean, Writer, read
 from bampath.progress import Progress, Speed, summary
@@ -160,3 +161,24 @@ def test_every_option_of_the_decoder_is_counted() -> None:
     ):
         tiny = config.get("tiny", "position=nope", *options)
         assert body_parameters(tiny.model) == declare(build_model(tiny)).count, options
+
+
+def test_a_board_that_cannot_be_written_is_named_and_keeps_nobody_waiting(tmp_path, monkeypatch):
+    (tmp_path / "tensorboard").write_text("not a folder")
+    with pytest.raises(SaveError, match=r"tensorboard could not be written: File exists"):
+        Writer(tmp_path, tensorboard=True)
+    (tmp_path / "tensorboard").unlink()
+    with open("/dev/full", "wb", buffering=0) as full, Writer(tmp_path, tensorboard=True) as writer:
+        writer.write("train", 1, {"loss": 1.0})
+        writer._board._file.close()
+        monkeypatch.setattr(writer._board, "_file", full)
+        with pytest.raises(SaveError, match=r"tensorboard could not be written: No space left on device"):
+            writer.write("train", 2, {"loss": 1.0})
+        writer.write("train", 3, {"loss": 1.0})  # it has ended: nothing waits, nothing is written
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_step_that_is_no_number_is_no_record(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": "x"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no record"):
+        Writer(tmp_path, resumed_step=3)
