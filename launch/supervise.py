@@ -75,7 +75,7 @@ class Supervisor:
         self.stopped_by = 0
         self._pending: list[signal.Signals] = []  # to be sent to the processes
         self._running: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()
+        self._lock, self._incomplete = threading.Lock(), False
 
     def run(self) -> int:
         """The exit status of the last attempt: 0 done, 128 + n where a process or the supervisor was stopped by n.
@@ -92,14 +92,20 @@ class Supervisor:
             before = {number: signal.signal(number, self._note) for number in caught}
             status = _FAILED
             try:
-                with (self.logs / LOG_NAME).open("ab") as log:
+                with (self.logs / LOG_NAME).open("ab", buffering=0) as log:
                     status = self._attempts(log)
             finally:
                 self._signal(signal.SIGTERM)  # of an attempt that could not be started or logged completely
                 for number, handler in before.items():
                     signal.signal(number, handler)
-                (self.logs / STATUS_NAME).write_text(f"{status}\n", encoding="utf-8")
+                self._leave(status)
             return status
+
+    def _leave(self, status: int) -> None:
+        try:
+            (self.logs / STATUS_NAME).write_text(f"{status}\n", encoding="utf-8")
+        except OSError as error:  # the run's own status counts
+            print(f"supervisor: {self.logs / STATUS_NAME} could not be written ({error.strerror})", file=sys.stderr)
 
     def _take(self, lock: RunLock) -> None:
         try:
@@ -196,10 +202,9 @@ class Supervisor:
         """Output of a process, line by line: into its own log, the common one, and to whoever watches."""
         mark = f"[{index}] ".encode() if self.processes > 1 else b""
         assert process.stdout is not None
-        with own.open("ab") as file, process.stdout:
+        with own.open("ab", buffering=0) as file, process.stdout:
             for line in process.stdout:
-                file.write(line)
-                file.flush()
+                self._log(file, line)
                 self._show(log, mark + line)
 
     def _say(self, log: IO[bytes], text: str) -> None:
@@ -207,15 +212,27 @@ class Supervisor:
 
     def _show(self, log: IO[bytes], line: bytes) -> None:
         with self._lock:
-            log.write(line)
-            log.flush()
-            try:
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
-            except OSError:  # nobody reads it any more; what is left in the buffer must not fail at the end, either
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())
-                os.close(nowhere)
+            self._log(log, line)
+            self._print(line)
+
+    def _log(self, file: IO[bytes], line: bytes) -> None:
+        """Write to a log. A disk that is full stops neither the run nor the reading of what it prints, which it would
+        wait for; it is said once."""
+        try:
+            file.write(line)
+        except OSError as error:
+            if not self._incomplete:
+                self._incomplete = True
+                self._print(f"supervisor: {file.name} is incomplete from here on ({error.strerror})\n".encode())
+
+    def _print(self, line: bytes) -> None:
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except OSError:  # nobody reads it any more; what is left in the buffer must not fail at the end, either
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Only remembers the signal: `_wait` sends it once all processes are there, to each of them once."""

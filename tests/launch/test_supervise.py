@@ -78,7 +78,7 @@ if not os.path.exists(own):
     open(own, "w").close()
     if index:
         os.kill(os.getpid(), 9)
-    time.sleep(60)
+    time.sleep(120)
 """
 
 
@@ -86,7 +86,7 @@ def test_one_lost_process_restarts_all(tmp_path: Path):
     command = [sys.executable, "-c", PAIR, str(tmp_path / "marker")]
     start = time.monotonic()
     assert Supervisor(command, tmp_path / "logs", processes=2, pause=0, patience=2).run() == 0
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     log = (tmp_path / "logs/log").read_text()
     assert "attempt 0 ended with -15, -9; starting again" in log
     assert "[1] hello" in log
@@ -158,7 +158,7 @@ def test_a_stopped_supervisor_lets_the_run_save_and_starts_nothing(tmp_path: Pat
 # Waits for an interrupt and takes half a second to save, as a step and a checkpoint do.
 TRAINS = """
 import sys, time
-from experiments.train import Stop
+from bampath.command import Stop
 stop = Stop()
 print("ready", flush=True)
 while not stop.by:
@@ -185,13 +185,13 @@ def test_an_interrupt_from_the_keyboard_reaches_the_run_once(tmp_path: Path):
 
 
 def test_a_signal_between_attempts_ends_the_pause_and_starts_nothing(tmp_path: Path):
-    start = time.monotonic()
     with watched(tmp_path, "import os; os.kill(os.getpid(), 9)") as (process, output):
         until(output, "starting again")
+        start = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
         rest = output.read()
         assert process.wait() == 143
-    assert time.monotonic() - start < 8  # the pause is 10 s
+    assert time.monotonic() - start < 9  # the pause is 10 s
     assert "stopped by signal 15 before attempt 1" in rest
     assert (tmp_path / "status").read_text() == "143\n"
     assert len(list(tmp_path.glob("attempt*"))) == 1
@@ -214,13 +214,13 @@ def test_what_a_killed_process_leaves_behind_does_not_keep_it_from_being_started
 import os, subprocess, sys
 if os.path.exists(sys.argv[1]): sys.exit(0)
 open(sys.argv[1], "w").close()
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(90)"])
 os.kill(os.getpid(), 9)
 """
     start = time.monotonic()
     command = [sys.executable, "-c", leaves, str(tmp_path / "marker")]
     assert Supervisor(command, tmp_path / "logs", pause=0).run() == 0
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 80
 
 
 def test_one_supervisor_at_a_time_keeps_a_folder_of_logs(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -270,3 +270,16 @@ def test_a_wrong_command_line_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "there is no command to run; write it after --" in said
     assert "processes=0 must be at least 1" in said
     assert "no-such-program-here" in said
+
+
+def test_a_full_disk_under_the_logs_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFixture):
+    """What a pipe holds is 64 kB: a program that prints more waits until somebody reads it."""
+    for name in ("log", "attempt-00-process-0.log"):
+        (tmp_path / name).symlink_to("/dev/full")
+    (tmp_path / "again").touch()
+    chatty = f"import os; [print('x' * 1000) for _ in range(300)]; os.remove({str(tmp_path / 'again')!r})"
+    assert main(["--logs", str(tmp_path), "--", sys.executable, "-c", chatty]) == 0
+    said = capfd.readouterr().out
+    assert said.count("x" * 1000) == 300
+    assert said.count("is incomplete from here on (No space left on device)") == 1
+    assert (tmp_path / "status").read_text() == "0\n"
