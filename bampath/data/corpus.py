@@ -6,11 +6,13 @@ and a damaged entry is built anew.
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -136,9 +138,19 @@ def _empty_part(config: DataConfig, source: Source, part: Part, corpus: TokenCor
     )
 
 
+def cache_root(folder: str = "") -> Path:
+    """`folder`, else $BAMPATH_CACHE, else ~/.cache/bampath. ValueError where there is no home."""
+    try:
+        return Path(folder or os.environ.get("BAMPATH_CACHE") or "~/.cache/bampath").expanduser()
+    except RuntimeError:
+        raise ValueError(
+            "there is no home folder for tokens and prompts: name another with data.cache_dir=FOLDER or $BAMPATH_CACHE"
+        ) from None
+
+
 def cache_folder(config: DataConfig, source: Source, tokenizer: Tokenizer) -> Path:
     """The folder of the cache entry for this text, tokenizer, split and document marks."""
-    root = Path(config.cache_dir or os.environ.get("BAMPATH_CACHE") or "~/.cache/bampath").expanduser()
+    root = cache_root(config.cache_dir)
     facts = (VERSION, source.identity, tokenizer.fingerprint, config.add_bos, config.add_eos, config.split)
     key = repr((*facts, config.validation_fraction, config.max_documents)).encode()
     name = "".join(c if c.isalnum() else "-" for c in source.name)[-40:].strip("-")
@@ -201,11 +213,17 @@ def digest(data: bytes) -> str:
 
 
 def build_entry(entry: Path, config: DataConfig, source: Source, tokenizer: Tokenizer) -> None:
-    """Tokenise the text into `entry`. Another process may do the same at the same time: the first to finish wins."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(entry)
+    """Tokenise the text into `entry`. Another process may do the same at the same time: the first to finish wins.
+
+    OSError that names the cache, and how to choose another one, if it cannot be written.
+    """
     work = entry.with_name(f"{entry.name}.tmp-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
-    work.mkdir()
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(entry)
+        work.mkdir()
+    except OSError as error:
+        raise _unwritable(entry, error) from error
     try:
         _write_entry(work, config, source, tokenizer)
         try:
@@ -213,15 +231,32 @@ def build_entry(entry: Path, config: DataConfig, source: Source, tokenizer: Toke
         except OSError:
             if not entry.is_dir():
                 raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _unwritable(entry, error) from error
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # said of what is written, never of a text that is read
+
+
+def _unwritable(entry: Path, error: OSError) -> OSError:
+    return OSError(
+        f"the token cache {entry.parent} cannot be written ({error.strerror}): choose another folder with "
+        "data.cache_dir=FOLDER or $BAMPATH_CACHE"
+    )
 
 
 def _remove_abandoned(entry: Path) -> None:
     """Delete what builds of this entry that were killed on this machine have left behind."""
     prefix = f"{entry.name}.tmp-{socket.gethostname()}-"
     for path in entry.parent.glob(f"{prefix}*"):
-        pid = int(path.name.removeprefix(prefix).split("-")[0])
+        left = re.fullmatch(r"(\d+)-\d+", path.name.removeprefix(prefix))
+        if left is None:  # of another machine, whose name begins as this one's
+            continue
+        pid = int(left[1])
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

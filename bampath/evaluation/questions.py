@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bampath.data import Tokenizer
+from bampath.data.corpus import cache_root as tokens_root
 from bampath.evaluation.results import write_json
 
 FORMAT = 1
@@ -28,7 +28,7 @@ class Question:
 
 def cache_root(folder: str | None = None) -> Path:
     """Where questions are kept: `folder`, else evaluation/ in $BAMPATH_CACHE or ~/.cache/bampath."""
-    return Path(folder or Path(os.environ.get("BAMPATH_CACHE") or "~/.cache/bampath") / "evaluation").expanduser()
+    return Path(folder).expanduser() if folder else tokens_root() / "evaluation"
 
 
 def kept(root: Path, identity: dict[str, Any], make: Callable[[], Sequence[Question]]) -> list[Question]:

@@ -1,6 +1,7 @@
 """The token cache: same tokens from disk, damage noticed and repaired, nothing half-written left behind."""
 
 import dataclasses
+import errno
 import json
 import logging
 import socket
@@ -14,7 +15,7 @@ import pytest
 
 from bampath.data import ByteTokenizer, DataConfig, load_corpus
 from bampath.data import corpus as corpus_module
-from bampath.data.corpus import build_entry, cache_folder, open_entry
+from bampath.data.corpus import build_entry, cache_folder, cache_root, open_entry
 from bampath.data.sources import open_source
 
 TEXTS = [f"document {i}: " + "words and more words " * (i % 7) for i in range(80)]
@@ -234,3 +235,34 @@ def test_large_vocabularies_take_four_bytes_and_missing_marks_are_refused(config
 def test_wrong_options_are_refused_at_once(options: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)  # type: ignore[arg-type]
+
+
+def test_what_another_machine_builds_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of two machines that share a cache the name of one may begin as the other's."""
+    (tmp_path / "a.txt").write_text("some text")
+    config = DataConfig(source=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), split="none")
+    entry = cache_folder(config, open_source(config.source), ByteTokenizer())
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    monkeypatch.setattr("os.kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError))
+    others = [entry.with_name(f"{entry.name}.tmp-{end}") for end in ("node-2-77-5", "node-b-77-5")]
+    mine = entry.with_name(f"{entry.name}.tmp-node-77-5")
+    for folder in (*others, mine):
+        folder.mkdir(parents=True)
+    load_corpus(config)
+    assert all(folder.exists() for folder in others)
+    assert not mine.exists()
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_choose_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.txt").write_text("some text")
+    config = DataConfig(source=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "a.txt"), split="none")
+    with pytest.raises(OSError, match=r"the token cache .*a\.txt cannot be written \(.*data\.cache_dir=FOLDER"):
+        load_corpus(config)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("bampath.data.corpus._write_entry", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=r"cache cannot be written \(No space left on device\)"):
+        load_corpus(dataclasses.replace(config, cache_dir=str(tmp_path / "cache")))
+    assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(ValueError, match="there is no home folder"):
+        cache_root()
