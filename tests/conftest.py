@@ -13,7 +13,10 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from hypothesis import settings
 
+settings.register_profile("bampath", settings.default, deadline=None)  # a slow machine is no mistake
+settings.load_profile("bampath")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")

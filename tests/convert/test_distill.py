@@ -3,7 +3,6 @@
 import io
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -308,7 +307,7 @@ class Killed(BaseException):
 def test_killed_anywhere_it_continues_bit_for_bit(home: Path, whole: Path) -> None:
     words = ["position=bam+ssmax", *STAGES]
     out, log = home / "killed", io.StringIO()
-    deaths = [random.randint(1, 12)]
+    deaths = [random.Random("distillation").randint(1, 12)]
     for death in deaths:
         steps = iter(range(1, 100))
 
@@ -346,7 +345,9 @@ def test_stopped_it_says_how_to_go_on(home: Path) -> None:
     assert distill(found, home / "stopped", resume=True, log=log) == home / "stopped" / "stage1"
 
 
-def test_mistakes_are_refused_at_once(home: Path, tmp_path: Path, capsys: Any) -> None:
+def test_mistakes_are_refused_before_an_array_is_read(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teacher = home / "teacher"
     wide = tiny("model.layers=1", "model.dim=32")
     write_start(tmp_path / "wide", wide, fresh(wide), tokenizer_of(wide.data))
@@ -356,6 +357,7 @@ def test_mistakes_are_refused_at_once(home: Path, tmp_path: Path, capsys: Any) -
     write_start(other, load(teacher).config, load(teacher).params, tokenizer_of(more.data))
     info = next(other.rglob("checkpoint.json"))
     info.write_text(json.dumps(json.loads(info.read_text()) | {"tokenizer": "another"}))
+    monkeypatch.setattr(checkpoint, "_read", None)
     for words, said in (
         (["position=pathh"], "did you mean 'path'"),
         (["data.source=x"], "position=SPEC is missing"),
@@ -375,9 +377,7 @@ def test_mistakes_are_refused_at_once(home: Path, tmp_path: Path, capsys: Any) -
         (["--student", str(other)], "fingerprint another"),
         (["--student", str(teacher), "position=path"], "has rope"),
     ):
-        start = time.monotonic()
         assert main(["distill", str(teacher), *words, "--out", str(tmp_path / "out")]) == 2, words
-        assert time.monotonic() - start < 1, words
         assert said in capsys.readouterr().err, words
         assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError):

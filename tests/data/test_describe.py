@@ -68,7 +68,7 @@ def test_benchmark_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     benchmark.main(["sequence_length=64", "batch_size=2", "--seconds", "0.02", "--out", str(out)])
     results = json.loads(out.read_text("utf-8"))
     assert [row["workers"] for row in results["rows"]] == [0, 1, 2]
-    assert all(row["tokens_per_second"] > 1000 for row in results["rows"])
-    assert all(row["resume_seconds"] < 2 for row in results["rows"])
+    assert all(0 < row["tokens_per_second_min"] <= row["tokens_per_second"] for row in results["rows"])
+    assert all(row["resume_seconds"] > 0 for row in results["rows"])
     assert {"date", "device", "python", "numpy"} <= results["env"].keys()
     assert "M tokens/s" in capsys.readouterr().out

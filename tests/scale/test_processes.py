@@ -111,8 +111,8 @@ def test_a_signal_to_one_a_killed_one_and_other_counts_and_meshes_change_no_loss
     )
     assert running[2].wait(120) == -signal.SIGKILL
     since = time.monotonic()
-    statuses, printed = end(home, "run", running, seconds=30)
-    assert time.monotonic() - since < 20  # long before the heartbeat of 60 s
+    statuses, printed = end(home, "run", running, seconds=55)
+    assert time.monotonic() - since < 50  # before the heartbeat of 60 s
     assert statuses[0] == LOST
     assert all(status in (LOST, -signal.SIGABRT) for i, status in enumerate(statuses) if i != 2), printed
     assert f"continuing after step {stopped.step}" in printed[0]

@@ -13,7 +13,20 @@ import threading
 import time
 from pathlib import Path
 
+from bampath.checkpoint import Saver
 from experiments.train import main
+
+
+def kill_in_save(step: int) -> None:
+    """So that a save which is over before `watch` has looked is killed at its end: its last file is still to come."""
+    describe = Saver._describe_files
+
+    def describe_or_die(saver: Saver) -> None:
+        if saver._next is not None and saver._next[1]["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        describe(saver)
+
+    Saver._describe_files = describe_or_die  # type: ignore[method-assign]
 
 
 def watch(moment: str, run_dir: Path) -> None:
@@ -30,5 +43,7 @@ if __name__ == "__main__":
     moment, *arguments = sys.argv[1:]
     if moment != "never":
         run_dir = Path(arguments[arguments.index("--run-dir") + 1])
+        if moment.startswith("save:"):
+            kill_in_save(int(moment.removeprefix("save:")))
         threading.Thread(target=watch, args=(moment, run_dir), daemon=True).start()
     sys.exit(main(arguments))

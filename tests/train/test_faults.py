@@ -246,7 +246,7 @@ with Saver(sys.argv[1], keep=2) as saver:
 
 @pytest.mark.slow
 def test_saving_is_killed_at_random_moments(tmp_path):
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(list(b"killed while saving"))
     for _ in range(6):
         command = [sys.executable, "-c", SAVE, tmp_path]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
