@@ -2,6 +2,7 @@
 
 import argparse
 
+from bampath.command import file_to_write
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.load import Loaded, load
 
@@ -24,11 +25,32 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="write results as JSON to this file")
 
 
+def check_options(args: argparse.Namespace, *counts: str, **least: int) -> None:
+    """ValueError for options that cannot be, before a checkpoint is read: a place of results that cannot be written,
+    lengths that are none, numbers below 1 (counts) or below what is given (least)."""
+    for name, low in {"chunk": 1, **dict.fromkeys(counts, 1), **least}.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    if args.out:
+        args.out = str(file_to_write(args.out, "--out"))
+        if args.out.endswith(".md"):
+            raise ValueError(f"--out {args.out}: results are JSON, and the page beside them is called so; write .json")
+
+
 def load_reader(args: argparse.Namespace) -> tuple[Loaded, ModelReader]:
     """The checkpoint of parsed arguments and a reader for it."""
     changes = {"dtype": args.dtype, "attention_impl": args.implementation, "position": args.position}
     loaded = load(args.checkpoint, args.tokenizer, **{name: value for name, value in changes.items() if value})
     return loaded, ModelReader(loaded.model, loaded.params, args.chunk)
+
+
+def parse_length(text: str, option: str, train_length: int) -> int:
+    """`parse_lengths` of an option that takes one. ValueError names it where there are several."""
+    found = parse_lengths(text, train_length)
+    if len(found) > 1:
+        raise ValueError(f"{option} {text!r} must be one length")
+    return found[0]
 
 
 def parse_lengths(text: str, train_length: int) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from bampath.command import fail_gracefully
 from bampath.data import WORDINGS, Tokenizer
-from bampath.evaluation.command import add_checkpoint_options, load_reader, parse_lengths
+from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_lengths
 from bampath.evaluation.intervals import Interval, wilson
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results
@@ -303,7 +303,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    check_options(args, "samples", "digits", "batch_tokens", prefix_digits=0, seed=0, patience=0)
     task = PasskeyTask(args.samples, args.depth, args.digits, args.prefix_digits, args.bos, args.seed)
+    if args.lengths != "paper":
+        parse_lengths(args.lengths, 1)
     loaded, reader = load_reader(args)
     trained = loaded.config.model.train_length
     lengths = PAPER_LENGTHS if args.lengths == "paper" else parse_lengths(args.lengths, trained)

@@ -18,7 +18,7 @@ import numpy as np
 
 from bampath.command import fail_gracefully
 from bampath.data import DataConfig, TokenCorpus, load_corpus
-from bampath.evaluation.command import add_checkpoint_options, load_reader, parse_lengths
+from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_length
 from bampath.evaluation.intervals import Z95
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results
@@ -146,9 +146,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    check_options(args, "batch_tokens", rows=0)
+    lengths = lambda trained: [parse_length(getattr(args, n), f"--{n}", trained) for n in ("length", "window")]
+    lengths(1)
     loaded, reader = load_reader(args)
     trained = loaded.config.model.train_length
-    (length,), (window,) = parse_lengths(args.length, trained), parse_lengths(args.window, trained)
+    length, window = lengths(trained)
     corpus = load_corpus(held_out(loaded.config.data, args.source), "validation", loaded.tokenizer)
     drop = (loaded.tokenizer.bos_id, loaded.tokenizer.eos_id) if args.cut == "across" else ()
     rows = rows_of(corpus, length, args.cut, limit=args.rows, drop=drop)

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -36,12 +37,16 @@ def write_results(path: Path, env: dict[str, Any], rows: Sequence[dict[str, Any]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a crash leaves the old file or the new one. NaN and infinity become null."""
+    """Write JSON so that a crash leaves the old file or the new one, and of several writers one wins. NaN and infinity
+    become null."""
     text = json.dumps(_finite(value), indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a disk that is full
 
 
 def _finite(value: Any) -> Any:

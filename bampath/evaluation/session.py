@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from bampath.data import DataConfig, Tokenizer
 from bampath.evaluation.answers import Answerer, ModelAnswerer, Score, ask, row, speed
-from bampath.evaluation.command import add_checkpoint_options, load_reader, parse_lengths
+from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_lengths
 from bampath.evaluation.questions import Question, cache_root, kept
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.report import show, write
@@ -129,7 +129,10 @@ def add_session_options(parser: argparse.ArgumentParser, samples: str) -> None:
 
 
 def open_session(args: argparse.Namespace) -> Session:
-    """The checkpoint of parsed arguments, ready to be asked."""
+    """The checkpoint of parsed arguments, ready to be asked. ValueError at once for options that cannot be."""
+    check_options(args, "batch_tokens", samples=0, seed=0)
+    if args.lengths:
+        parse_lengths(args.lengths, 1)
     loaded, reader = load_reader(args)
     tokenizer, model = loaded.tokenizer, loaded.config.model
     bos = args.bos == "yes" or (args.bos == "auto" and loaded.config.data.add_bos and tokenizer.bos_id is not None)

@@ -27,7 +27,7 @@ import numpy as np
 from bampath import config as configs
 from bampath.command import fail_gracefully
 from bampath.evaluation.answers import ModelAnswerer
-from bampath.evaluation.command import parse_lengths
+from bampath.evaluation.command import check_options, parse_lengths
 from bampath.evaluation.reader import CHUNK, ModelReader
 from bampath.evaluation.report import table
 from bampath.evaluation.results import environment, write_results
@@ -220,9 +220,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    for name in ("samples", "depths", "new_tokens", "chunk", "batch_tokens", "repeats"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    check_options(args, "samples", "depths", "new_tokens", "batch_tokens", "repeats")
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be positive")
     config = configs.get(args.config, *args.overrides)

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from bampath import config as configs
 from bampath.checkpoint import Saver
 from bampath.data import ByteTokenizer
 from bampath.evaluation import __main__ as suites
-from bampath.evaluation import babilong, longbench_e, phonebook, short
+from bampath.evaluation import babilong, longbench_e, passkey, perplexity, phonebook, short
 from bampath.evaluation.report import page
+from bampath.evaluation.results import write_json
 from bampath.evaluation.session import add_session_options
 from bampath.evaluation.suites import suite
 from bampath.model import LM
@@ -125,6 +127,48 @@ def test_wrong_options_are_refused(home):
         phonebook.main([run, "--names", str(home / "names"), "--lengths", "80", "--cache", str(home / "cache")])
     with pytest.raises(ValueError, match="not one of"):
         suite("medium")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "."], "is not an ordinary file"),
+        (["--out", "/dev/null/a.json"], "is not a folder"),
+        (["--chunk", "0"], "--chunk 0 must be at least 1"),
+        (["--batch-tokens", "-1"], "--batch-tokens -1 must be at least 1"),
+        (["--lengths", "4k"], "length '4k' is neither"),
+        (["--seed", "-1"], "--seed -1 must be at least 0"),
+        (["--out", "page.md"], "results are JSON"),
+    ],
+)
+def test_options_are_looked_at_before_the_checkpoint(words, message):
+    """There is none, which would be said otherwise."""
+    for main in (passkey.main, lambda argv: suites.main([*argv, "--suite", "long"])):
+        with pytest.raises(ValueError, match=message):
+            main(["nowhere", *words])
+    if words[0] not in ("--lengths", "--seed"):
+        with pytest.raises(ValueError, match=message):
+            perplexity.main(["nowhere", *words])
+
+
+@pytest.mark.parametrize("words", [("--length", "1x,2x"), ("--window", "2,3"), ("--rows", "-1")])
+def test_perplexity_takes_one_length_and_one_window(words):
+    with pytest.raises(ValueError, match=words[0]):
+        perplexity.main(["nowhere", *words])
+
+
+def test_results_that_several_write_at_once_are_those_of_one(tmp_path):
+    """As evaluations of several checkpoints do with the prompts that they share."""
+    path = tmp_path / "kept.json"
+
+    def write(n):
+        for _ in range(20):
+            write_json(path, {"rows": [n] * 2000})
+            assert len(set(json.loads(path.read_text())["rows"])) == 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [one.name for one in tmp_path.iterdir()] == ["kept.json"]
 
 
 def test_help_needs_no_checkpoint(capsys):
