@@ -31,6 +31,7 @@ FOLDER = "checkpoints"
 INFO_NAME = "checkpoint.json"
 FORMAT = 1
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_PLAIN = ("step", "config", "data", "tokenizer", "elapsed", "created", "versions", "files")
 _DIFFERENCES_SHOWN = 5
 
 
@@ -222,10 +223,12 @@ def problem(path: Path) -> str | None:
     """Why a checkpoint folder is not complete, or None if it is. Looks at names and sizes only."""
     try:
         info = json.loads((path / INFO_NAME).read_text(encoding="utf-8"))
-        files = info["files"]
+        files = dict(info["files"])
+        if info["format"] == FORMAT:
+            [info[name] for name in (*_PLAIN, "params", "state")]
     except OSError:
         return f"it has no {INFO_NAME}, so its saving was not finished"
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return f"its {INFO_NAME} is damaged"
     for name, size in files.items():
         file = path / name
@@ -276,8 +279,7 @@ def describe(path: Path | str) -> Info:
         item: tuple(ArrayInfo(a["name"], tuple(a["shape"]), a["dtype"], a["placement"]) for a in found[item])
         for item in ("params", "state")
     }
-    plain = ("step", "config", "data", "tokenizer", "elapsed", "created", "versions", "files")
-    return Info(path=path, **{name: found[name] for name in plain}, **arrays)
+    return Info(path=path, **{name: found[name] for name in _PLAIN}, **arrays)
 
 
 def restore(path: Path | str, params: Any, state: Any) -> tuple[Any, Any]:
@@ -349,8 +351,13 @@ def _read(path: Path, trees: dict[str, Any]) -> dict[str, Any]:
     for item, tree in trees.items():
         how = jax.tree.map(_restore_args, tree)
         arguments[item] = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        restored = reader.restore(path, args=ocp.args.Composite(**arguments))
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            restored = reader.restore(path, args=ocp.args.Composite(**arguments))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {_reason(error)}. Restore its files, or move it away to use the one before it"
+        ) from error
     return {item: restored[item] for item in trees}
 
 

@@ -109,6 +109,7 @@ class OptimConfig:
         _positive("optim", self, "lr", "eps", "muon_steps")
         _not_negative("optim", self, "warmup_steps", "decay_steps", "lr_start", "lr_end", "weight_decay", "clip_norm")
         _not_negative("optim", self, "prior_lr", "sharpness_lr", "position_lr", "prior_decay")
+        _below("optim", self, 31, "warmup_steps", "decay_steps")
         for name in ("b1", "b2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
@@ -151,6 +152,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _positive("train", self, "steps", "accumulate", "loss_chunk", "log_every", "eval_batches", "keep")
         _not_negative("train", self, "seed", "eval_every", "save_every", "keep_every")
+        _below("train", self, 31, "steps")
+        _below("train", self, 32, "seed")  # JAX's keys drop higher bits, so two seeds would be one
         if not self.init_from:
             _refuse_idle("train", self, "train.init_from=", "init_positional")
 
@@ -295,6 +298,12 @@ def _not_negative(section: str, config: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{section}.{name}={getattr(config, name)} must not be negative")
+
+
+def _below(section: str, config: Any, bits: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) >= 1 << bits:
+            raise ValueError(f"{section}.{name}={getattr(config, name)} must be below 2^{bits}: it has {bits} bits")
 
 
 def _refuse_idle(section: str, config: Any, beside: str, *names: str) -> None:

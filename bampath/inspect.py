@@ -21,11 +21,12 @@ from bampath.checkpoint import ArrayInfo, Info
 from bampath.config import Config, describe, from_json
 from bampath.overrides import flat
 
+LEAST_KEYS = 6  # that `bampath.analysis.read_heads` takes
 _SMALL = 1 << 20  # bytes: prior and sharpness parameters are far below, the projections of PaTH and FoX may be above
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; exit status 0, or 2 with a message if there is no such checkpoint."""
+    """Run the command; exit status 0, or 2 with a message if there is no such checkpoint or it is damaged."""
     options = _parse(arguments)
     try:
         if options.diff:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = _diff_text(first, second, options.json)
         else:
             text = _text(checkpoint.describe(options.checkpoints[0]), options)
-    except (checkpoint.CheckpointError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text)
@@ -60,7 +61,7 @@ def heads(info: Info, keys: int = 0) -> list[dict[str, Any]]:
     params = checkpoint.read_params(info.path, only=wanted.__contains__)
     for layer in range(config.layers):
         params.setdefault(f"layer_{layer}", {}).setdefault("attention", {})
-    found = read_heads(config, params, max(6, keys or config.train_length))
+    found = read_heads(config, params, max(LEAST_KEYS, keys or config.train_length))
     names = ("layer", "head", "keys", "parameters", "regime", "entropy", "mean_distance")
     return [{name: getattr(head, name) for name in names} for head in found]
 
@@ -123,6 +124,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keys", type=int, default=0, help="keys that a query sees; default: the training length")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_intermixed_args(arguments)
+    if options.keys and options.keys < LEAST_KEYS:
+        parser.error(f"--keys {options.keys} must be at least {LEAST_KEYS}, or 0 for the training length")
     if len(options.checkpoints) != (2 if options.diff else 1):
         given = f"got {len(options.checkpoints)}: {' '.join(options.checkpoints)}"
         parser.error(

@@ -62,6 +62,9 @@ class DataConfig:
         for name, low in _AT_LEAST.items():
             if getattr(self, name) < low:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least {low}")
+        for name, high in _AT_MOST.items():
+            if getattr(self, name) > high:
+                raise ValueError(f"data.{name}={getattr(self, name)} must be at most {high}")
         for name, kind in get_type_hints(DataConfig).items():
             choices = get_args(kind)
             if choices and getattr(self, name) not in choices:
@@ -84,3 +87,5 @@ _AT_LEAST = {
     "workers": 0,
     "prefetch": 1,
 }
+# Seeds are 64 bits of a hash; the others would take the memory of the machine instead of making batches faster.
+_AT_MOST = {"seed": 2**64 - 1, "workers": 1024, "prefetch": 4096}

@@ -198,3 +198,21 @@ def test_a_background_save_that_fails_is_heard_of_and_never_chosen(tmp_path, mon
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
     assert checkpoint.latest(tmp_path, lambda _: None).name == "00000010"
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"files": []}', '{"files": {}}', '{"files": {}, "format": 1}', "{"])
+def test_a_description_that_is_something_else_is_passed_over(text, tmp_path):
+    folder = tmp_path / "checkpoints/00000007"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text(text)
+    heard = []
+    assert checkpoint.latest(tmp_path, heard.append) is None
+    assert "00000007: its checkpoint.json is damaged" in heard[0]
+
+
+def test_arrays_that_cannot_be_read_name_their_checkpoint(tmp_path):
+    with Saver(tmp_path) as saver:
+        path = saver.save(1, {"w": jnp.ones(3)}, {}, FACTS)
+    (path / "params/manifest.ocdbt").write_bytes(bytes((path / "params/manifest.ocdbt").stat().st_size))
+    with pytest.raises(CheckpointError, match=r"00000001 is damaged: .*move it away to use the one before it"):
+        checkpoint.read_params(tmp_path)
