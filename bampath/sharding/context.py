@@ -29,7 +29,8 @@ from jax import lax
 
 from kernels.attention import api as attention_api
 from kernels.attention.call import Call, make_call
-from kernels.attention.gates import running_sums, starts_of
+from kernels.attention.gates import document_sums, running_sums
+from kernels.attention.union import union
 from kernels.path import api as path_api
 from kernels.path.call import blank
 from kernels.path.decode import summarise
@@ -159,16 +160,9 @@ def attention(
         scale=None,
     )
     if "log_gates" in arrays:
-        call = replace(call, gates=_gates_for(mine, half, _sums(_row(arrays["log_gates"]), row_ids)))
+        call = replace(call, gates=_gates_for(mine, half, document_sums(_row(arrays["log_gates"]), row_ids)))
     o, _ = _run(call, implementation)
     return _join(_to_store(o, size))
-
-
-def _sums(log_gates: Array, ids: Array) -> tuple[Array, Array]:
-    """Running sums of a row's gates as `kernels.attention.call` forms them: they restart with each document."""
-    starts = starts_of(ids)[:, :, None]
-    log_gates = jnp.where((ids >= 0)[:, :, None], log_gates, 0)
-    return running_sums(jnp.where(starts, lax.stop_gradient(log_gates), log_gates), starts[:, :, 0])
 
 
 # ---- PaTH ----
@@ -200,7 +194,7 @@ def path_attention(
     )
     call = _past_call(chunks, ids, prior, size, sharpen_prior, scale_gates)
     past_o, past_lse = (_to_store(x, size) for x in _run(call, implementation))
-    return _join(_merge((o, lse), (past_o, past_lse)).astype(tokens["q"].dtype))
+    return _join(union((o, lse), (past_o, past_lse))[0].astype(tokens["q"].dtype))
 
 
 def _past_call(
@@ -255,13 +249,3 @@ def _carry(k_row: Array, moves: Array) -> Array:
     count = moves.shape[0]
     cut = k_row.reshape(k_row.shape[0], count, -1, *k_row.shape[2:])
     return jnp.einsum("bnshd,nbhde->bnshe", cut, moves, precision=lax.Precision.HIGHEST).reshape(k_row.shape)
-
-
-def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    """Attention over the union of two sets of keys, from (o, lse) of each; 0 where both are empty."""
-    top = lax.stop_gradient(jnp.maximum(a[1], b[1]))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = [jnp.exp(lse - top)[..., None] for _, lse in (a, b)]
-    total = weights[0] + weights[1]
-    share = [weight * o.astype(weight.dtype) for weight, (o, _) in zip(weights, (a, b), strict=True)]
-    return (share[0] + share[1]) / jnp.where(total > 0, total, 1)

@@ -10,7 +10,7 @@ from jax import lax
 
 from kernels.attention import masks
 from kernels.attention.checks import check_array, check_flag, check_scale, check_window
-from kernels.attention.gates import running_sums, starts_of
+from kernels.attention.gates import document_sums
 
 Array = jax.Array
 LogPrior = Callable[[Any, Array], Array]
@@ -183,13 +183,7 @@ def _gates(log_gates: Any, call: Call) -> tuple[Array, Array, Array, Array] | No
         c_q = _given_sums("log_gates[0]", log_gates[0], {"B": batch, "T": length, "H": heads})
         return *c_q, *_given_sums("log_gates[1]", log_gates[1], {"B": batch, "S": call.k.shape[1], "H": heads})
     check_array("log_gates", log_gates, {"B": batch, "S": call.k.shape[1], "H": heads}, "float32")
-    starts = jnp.broadcast_to(jnp.arange(call.k.shape[1])[None] == 0, call.k.shape[:2])
-    if call.kv_segments is not None:
-        log_gates = jnp.where((call.kv_segments >= 0)[:, :, None], log_gates, 0)
-        starts = starts_of(call.kv_segments)
-    # No pair of tokens has the first gate of a document between them: its gradient is 0, without a rounding error.
-    log_gates = jnp.where(starts[:, :, None], lax.stop_gradient(log_gates), log_gates)
-    high, low = running_sums(log_gates, starts)
+    high, low = document_sums(log_gates, call.kv_segments)
     if length == call.k.shape[1]:
         return high, low, high, low
     segments = None

@@ -119,3 +119,18 @@ def running_sums(x_BSH: Array, starts_BS: Array | None = None) -> Pair:
     Gates below SHUT count as SHUT. Gradients flow through hi; lo is its rounding error, a constant.
     """
     return _sums(cut_shut(x_BSH), jnp.zeros(x_BSH.shape[:2], bool) if starts_BS is None else starts_BS)
+
+
+def document_sums(log_gates_BSH: Array, segments_BS: Array | None) -> Pair:
+    """`running_sums` of rows of documents: padding forgets nothing, and sums restart where `starts_of` says so.
+
+    segments_BS: int ids, negative for padding; None: one document per row.
+    """
+    if segments_BS is None:
+        starts = jnp.broadcast_to(jnp.arange(log_gates_BSH.shape[1])[None] == 0, log_gates_BSH.shape[:2])
+    else:
+        log_gates_BSH = jnp.where((segments_BS >= 0)[:, :, None], log_gates_BSH, 0)
+        starts = starts_of(segments_BS)
+    # No pair of tokens has the first gate of a document between them: its gradient is 0, without a rounding error.
+    log_gates_BSH = jnp.where(starts[:, :, None], lax.stop_gradient(log_gates_BSH), log_gates_BSH)
+    return running_sums(log_gates_BSH, starts)

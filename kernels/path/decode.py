@@ -22,13 +22,13 @@ from kernels.attention.api import DistancePrior, attention
 from kernels.attention.call import check_prior
 from kernels.attention.checks import check_array, check_flag, check_scale
 from kernels.attention.gates import cut_shut
+from kernels.attention.union import Attended, union
 from kernels.path.api import path_attention
 from kernels.path.call import blank, check_rows, check_segments, check_transitions
 from kernels.path.plan import choose_plan
 from kernels.path.transport import matmul, span, transpose
 
 Array = jax.Array
-Attended = tuple[Array, Array]  # o [B, T, H, Dv] float32 and lse [B, T, H]
 
 
 class Chunk(NamedTuple):
@@ -177,10 +177,10 @@ def path_extend(
     if length == 1:
         past_k = reflect(past_k, w, beta)
         own = attend_self(wide_q, k, v, segment_ids, prior, sharpness, sharpen_prior, factor)
-        return merge(own, past(wide_q, past_k)).astype(q.dtype), past_k, k.astype(w.dtype)
+        return union(own, past(wide_q, past_k))[0].astype(q.dtype), past_k, k.astype(w.dtype)
     chunk = summarise(q, k, w, beta)
     own = attend_chunk(wide_q, k, v, w, beta, gates, segment_ids, scale_gates=scale_gates, **options)
-    out = merge(own, past(chunk.q, past_k)).astype(q.dtype)
+    out = union(own, past(chunk.q, past_k))[0].astype(q.dtype)
     return out, move_keys(past_k, chunk.m), chunk.k
 
 
@@ -292,14 +292,3 @@ def attend_chunk(
     )
     back = jnp.argsort(order, axis=1)
     return take(o, back), take(lse, back)
-
-
-def merge(a: Attended, b: Attended) -> Array:
-    """Attention over the union of two sets of keys; 0 where both are empty."""
-    top = jnp.maximum(a[1], b[1])
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weight_a, weight_b = jnp.exp(a[1] - top), jnp.exp(b[1] - top)
-    total = weight_a + weight_b
-    total = jnp.where(total > 0, total, 1)
-    share = lambda weight, o: (weight / total)[..., None] * o.astype(weight.dtype)
-    return share(weight_a, a[0]) + share(weight_b, b[0])

@@ -25,9 +25,10 @@ from kernels import backends
 from kernels.attention.api import DistancePrior
 from kernels.attention.call import Call, check_prior
 from kernels.attention.checks import check_flag, check_scale
+from kernels.attention.union import union
 from kernels.path import lazy_xla
 from kernels.path.call import blank, check_rows
-from kernels.path.decode import check_past, check_tokens, merge, move_keys, reflect, sums_after
+from kernels.path.decode import check_past, check_tokens, move_keys, reflect, sums_after
 
 Array = jax.Array
 BACKENDS: dict[str, str] = {"xla": "kernels.path.lazy_xla", "triton_decode": "kernels.attention.triton_decode"}
@@ -142,7 +143,7 @@ def lazy_token(
     before = backends.load(BACKENDS, backends.choose(BACKENDS, PREFERENCE, implementation, call)).attend(call)
     gates = None if after is None else here(after)
     recent_call = _call(wide_q, here(past_k), here(past_v), here(past_positions), new, gates, *options)
-    return merge(before, lazy_xla.attend(recent_call)).astype(q.dtype), past_k, replace(pending, m=m)
+    return union(before, lazy_xla.attend(recent_call))[0].astype(q.dtype), past_k, replace(pending, m=m)
 
 
 def _call(

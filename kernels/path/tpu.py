@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.attention.api import attention
+from kernels.attention.union import union
 from kernels.path import xla
 from kernels.path.call import PathCall
 from kernels.path.plan import choose_plan
@@ -131,18 +132,6 @@ def _cut_row(x: Array, where: slice, value: float = 0) -> Array:
     return jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
 
-def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax over the union of two sets of keys, float32; differentiable also where one or both are empty."""
-    top = lax.stop_gradient(jnp.maximum(a[1], b[1]))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = [jnp.where(lse > -jnp.inf, jnp.exp(jnp.where(lse > -jnp.inf, lse, top) - top), 0) for _, lse in (a, b)]
-    total = weights[0] + weights[1]
-    some = total > 0
-    safe = jnp.where(some, total, 1)
-    share = lambda weight, o: (weight / safe)[..., None] * o.astype(weight.dtype)
-    return share(weights[0], a[0]) + share(weights[1], b[0]), jnp.where(some, top + jnp.log(safe), -jnp.inf)
-
-
 def attend(call: PathCall) -> tuple[Array, Array]:
     """(o [B, T, H, Dv] in q's dtype, lse [B, T, H] float32)."""
     length = call.q.shape[1]
@@ -152,6 +141,6 @@ def attend(call: PathCall) -> tuple[Array, Array]:
     q, k, m = _edges(call, size, count)
     parts = [(own_o[:, 0].astype(call.wide), own_lse[:, 0])]
     for a in range(1, count):
-        parts.append(_join((own_o[:, a], own_lse[:, a]), _past(call, size, a, q, k, m)))
+        parts.append(union((own_o[:, a], own_lse[:, a]), _past(call, size, a, q, k, m)))
     o, lse = (jnp.concatenate(x, 1)[:, :length] for x in zip(*parts, strict=True))
     return o.astype(call.q.dtype), lse
