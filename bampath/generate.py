@@ -43,8 +43,13 @@ class Sampling:
 
 
 def filter_logits(logits: Array, sampling: Sampling) -> Array:
-    """Logits [B, V] float32 after temperature, top-k and top-p; tokens that are cut get -inf. Needs temperature > 0."""
-    logits = logits / sampling.temperature
+    """Logits [B, V] float32 after temperature, top-k and top-p; tokens that are cut get -inf. Needs temperature > 0.
+
+    The likeliest token's is 0.
+    """
+    # From the largest down: a small temperature would make several of them infinite, and 1e-46 is 0 in float32.
+    least = float(jnp.finfo(jnp.float32).tiny)
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, least)
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < kth, -jnp.inf, logits)
@@ -79,8 +84,13 @@ def _read(
     model: LM, params: Any, tokens: np.ndarray, mask: np.ndarray, cache: Cache, chunk: int
 ) -> Iterator[tuple[int, Array, Cache]]:
     """Prompts [B, T] into the cache, `chunk` tokens at a time: yields (start, hidden [B, <=chunk, dim], cache)."""
+    used = int(cache.used)
+    if used + tokens.shape[1] > cache.capacity:
+        raise ValueError(
+            f"{tokens.shape[1]} tokens do not fit into a cache of {cache.capacity} slots, {used} of which are taken"
+        )
     runs = np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1
-    known = bool(runs.sum(axis=1).max() <= 1) and int(cache.used) == 0  # each prompt is one run, and stands alone
+    known = bool(runs.sum(axis=1).max() <= 1) and used == 0  # each prompt is one run, and stands alone
     for start in range(0, tokens.shape[1], chunk):
         new, real = tokens[:, start : start + chunk], mask[:, start : start + chunk]
         order: Order = "any" if not known else "continue" if start else "begin"
@@ -127,6 +137,16 @@ def stream_features(
 def _check_chunk(chunk: int) -> None:
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
+
+
+def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """ValueError for a token that is no row of the embedding, which indexing would take for another one or for NaN."""
+    for row, prompt in enumerate(map(np.asarray, prompts)):
+        if prompt.size and prompt.dtype.kind not in "iu":
+            raise ValueError(f"prompt {row} holds {prompt.dtype}, but token ids are integers")
+        known = (prompt >= 0) & (prompt < vocab_size)
+        if not known.all():
+            raise ValueError(f"prompt {row} holds {prompt[np.argmin(known)]}, but token ids end at {vocab_size - 1}")
 
 
 def prefill(
@@ -197,6 +217,7 @@ def generate(
     ids = known if vocab_size is None else vocab_size
     if not 0 < ids <= known:
         raise ValueError(f"vocab_size={ids} must be between 1 and the model's {known}")
+    _check_ids(prompts, known)
     tokens, mask = pad_prompts(prompts, pad_side, multiple)
     check_length(model.config, max(map(len, prompts)) + max_new_tokens)
     capacity = -(-(tokens.shape[1] + max_new_tokens) // multiple) * multiple

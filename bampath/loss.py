@@ -21,13 +21,18 @@ def cross_entropy(
     """Summed cross-entropy of `softmax(hidden @ kernel)` and the sum of the weights, float32 (float64 for such input).
 
     hidden [B, T, D] in the compute dtype; kernel [D, V] is cast to it, products accumulate in float32; targets [B, T]
-    integers; weights [B, T] float32, where tokens of weight 0 contribute nothing, whatever their hidden state holds.
+    integers below V (one that is no word has its log-sum-exp as loss); weights [B, T] float32, where tokens of weight 0
+    contribute nothing, whatever their hidden state and target hold.
     `chunk` bounds the tokens whose logits exist at one time (at least one column of B). The mean loss is the quotient
     of the two numbers, taken after summing each over batches. Differentiable once, in hidden, kernel and weights
     (a weight of 0 gets gradient 0).
     """
     if hidden_BTD.ndim != 3 or kernel_DV.ndim != 2 or hidden_BTD.shape[2] != kernel_DV.shape[0]:
         raise ValueError(f"hidden {hidden_BTD.shape} must be [B, T, D] and kernel {kernel_DV.shape} [D, V]")
+    if 0 in hidden_BTD.shape:
+        raise ValueError(f"hidden has shape {hidden_BTD.shape}; every dimension must be at least 1")
+    if not jnp.issubdtype(targets_BT.dtype, jnp.integer):
+        raise TypeError(f"targets has dtype {targets_BT.dtype}; it must be int32")
     for name, array in (("targets", targets_BT), ("weights", weights_BT)):
         if array.shape != hidden_BTD.shape[:2]:
             raise ValueError(f"{name} has shape {array.shape}; it must be hidden's [B, T] = {hidden_BTD.shape[:2]}")
@@ -35,6 +40,7 @@ def cross_entropy(
         raise ValueError(f"chunk={chunk} must be at least 1")
     columns = chunk_columns(hidden_BTD.shape[0], hidden_BTD.shape[1], chunk)
     weights_BT = weights_BT.astype(jnp.float32)
+    targets_BT = targets_BT.astype(jnp.int32)  # 8 bits cannot count the words that targets are compared with
     return _loss_sum(columns, hidden_BTD, kernel_DV, targets_BT, weights_BT), jnp.sum(weights_BT)
 
 

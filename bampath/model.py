@@ -210,6 +210,8 @@ def row_tokens(tokens: Array, segment_ids: Array | None, positions: Array | None
     for name, given in (("segment_ids", segment_ids), ("positions", positions)):
         if given is not None and given.shape != tokens.shape:
             raise ValueError(f"{name} has shape {given.shape}; it must be tokens' {tokens.shape}")
+        if given is not None and not jnp.issubdtype(given.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {given.dtype}; it must be int32")
     ids = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
     custom = positions is not None
     if positions is None:

@@ -63,7 +63,16 @@ def test_filters_keep_what_they_promise() -> None:
     assert kept(top_p=0.51) == [True, True, False, False]
     assert kept(top_p=0.81) == [True, True, True, False]
     assert kept(top_k=3, top_p=0.999) == [True, True, True, False]
-    np.testing.assert_allclose(filter_logits(logits, Sampling(temperature=0.5)), 2 * logits, rtol=1e-6)
+    sharper = filter_logits(logits, Sampling(temperature=0.5))
+    np.testing.assert_allclose(sharper, 2 * (logits - logits.max()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-46])
+def test_a_cold_draw_is_greedy(temperature: float) -> None:
+    logits = jnp.asarray([[1.0, 2.0, 3.5, 3.4], [-9.0, -8.0, -7.0, -2.0]])
+    for options in ({}, {"top_k": 3}, {"top_p": 0.9}):
+        drawn = pick(logits, jax.random.key(0), Sampling(temperature, **options))
+        assert drawn.tolist() == [2, 3], options
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -125,5 +134,16 @@ def test_mistakes_are_named() -> None:
         model.apply({"params": params}, random_tokens(3))
     with pytest.raises(ValueError, match="segment_ids has shape"):
         model.apply({"params": params}, random_tokens(1, 4), jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(TypeError, match="positions has dtype float32; it must be int32"):
+        model.apply({"params": params}, random_tokens(1, 4), None, jnp.zeros((1, 4)))
+    for bad in (97, -1, 2**40):
+        with pytest.raises(ValueError, match=f"prompt 1 holds {bad}, but token ids end at 96"):
+            generate(model, params, [[1], [2, bad]], 2)
+    with pytest.raises(ValueError, match="prompt 1 holds float64, but token ids are integers"):
+        generate(model, params, [[1], [2, 2.5]], 2)
+    tokens, mask = pad_prompts(PROMPTS, "left")
+    _, cache = prefill(model, params, tokens, mask, init_cache(model.config, 3, 12), chunk=8)
+    with pytest.raises(ValueError, match="8 tokens do not fit into a cache of 12 slots, 8 of which are taken"):
+        prefill(model, params, tokens, mask, cache, chunk=8)
     with pytest.raises(ValueError, match="capacity=0"):
         init_cache(model.config, 1, 0)

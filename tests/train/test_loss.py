@@ -93,6 +93,14 @@ def test_tokens_without_weight_cannot_spoil_the_loss():
     assert not grads[0][:, 4].any()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
+def test_targets_may_be_small_integers(dtype):
+    hidden, _, targets, weights = problem(4)
+    kernel = jnp.asarray(np.random.default_rng(5).normal(size=(8, 300)), jnp.float32)  # more words than 8 bits count
+    small = cross_entropy(hidden, kernel, np.asarray(targets).astype(dtype), weights)[0]
+    assert small == cross_entropy(hidden, kernel, targets, weights)[0]
+
+
 def test_gradient_of_the_weights_is_the_loss_of_each_token():
     hidden, kernel, targets, weights = problem(3)
     weights = weights + 0.1
@@ -128,11 +136,13 @@ def test_pieces_are_even_and_within_the_bound():
         ({"targets": jnp.zeros((2, 12), jnp.int32)}, "targets"),
         ({"weights": jnp.zeros((13,))}, "weights"),
         ({"chunk": 0}, "chunk=0"),
+        ({"hidden": jnp.zeros((2, 0, 8))}, r"hidden has shape \(2, 0, 8\); every dimension must be at least 1"),
+        ({"targets": jnp.zeros((2, 13))}, "targets has dtype float32; it must be int32"),
     ],
 )
 def test_wrong_shapes_are_named(change, message):
     hidden, kernel, targets, weights = problem(0)
     given = {"hidden": hidden, "kernel": kernel, "targets": targets, "weights": weights, "chunk": 8} | change
     chunk = given.pop("chunk")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         cross_entropy(*given.values(), chunk=chunk)
