@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bampath.analysis.figures import short_number
-from bampath.evaluation.intervals import over_seeds
 from bampath.evaluation.report import table
+from bampath.intervals import over_seeds
 
 Row = dict[str, Any]
 LEARNED = 0.9  # share of keys found that counts as having learned retrieval

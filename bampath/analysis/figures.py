@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bampath.evaluation.intervals import over_seeds
+from bampath.intervals import over_seeds
 from bampath.positions.theory import RETRIEVAL_BOUND
 
 Row = dict[str, Any]

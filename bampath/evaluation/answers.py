@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bampath.data import Tokenizer
-from bampath.evaluation.intervals import wilson
 from bampath.evaluation.questions import Question
 from bampath.evaluation.reader import CHUNK
 from bampath.generate import generate
+from bampath.intervals import wilson
 from bampath.model import LM
 
 BATCH_TOKENS = 32_768

@@ -22,9 +22,9 @@ import numpy as np
 from bampath.command import fail_gracefully
 from bampath.data import WORDINGS, Tokenizer
 from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_lengths
-from bampath.evaluation.intervals import Interval, wilson
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results
+from bampath.intervals import Interval, wilson
 
 Depth = Literal["equidistant", "random", "beginning", "end"]
 BATCH_TOKENS = 16_384

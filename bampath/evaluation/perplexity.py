@@ -19,9 +19,9 @@ import numpy as np
 from bampath.command import fail_gracefully
 from bampath.data import DataConfig, TokenCorpus, load_corpus
 from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_length
-from bampath.evaluation.intervals import Z95
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results
+from bampath.intervals import Z95
 
 Cut = Literal["within", "documents", "across"]
 BATCH_TOKENS = 16_384

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from bampath.analysis import save
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, style
 from bampath.command import fail_gracefully
-from bampath.evaluation.intervals import over_seeds
 from bampath.evaluation.report import table
 from bampath.evaluation.state.tasks import parse_task
+from bampath.intervals import over_seeds
 from experiments.state_tracking.config import SCHEMES, SOLVED, Study
 
 Row = dict[str, Any]

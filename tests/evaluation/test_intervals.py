@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bampath.evaluation.intervals import T95, Z95, over_seeds, wilson
+from bampath.intervals import T95, Z95, over_seeds, wilson
 
 
 # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (score without continuity correction).

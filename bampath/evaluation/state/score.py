@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from bampath.evaluation.intervals import wilson
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.state.tasks import Rows, StateTask, spec_of
+from bampath.intervals import wilson
 
 BATCH_TOKENS = 65_536
 BLOCK = 64  # rows per random stream, so that the rows do not depend on the batch size
