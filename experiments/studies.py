@@ -1,8 +1,11 @@
-"""What the studies that are made of cells share: where one goes, and how its results come to lie beside its code."""
+"""What the studies that are made of cells share: where one goes, what is kept of a cell, and how results come to lie
+beside the code."""
 
 import argparse
+import json
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,50 @@ def folder_of(options: argparse.Namespace, runs: Path) -> Path:
     if not options.resume and (out / "cells").exists():
         raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
     return Path(out).absolute()
+
+
+def read_kept(path: Path) -> Any:
+    """What a JSON file of a study holds. ValueError that names the file if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or delete it to have it made again") from None
+
+
+def rows_of_cell(path: Path, identity: Any) -> list[dict[str, Any]] | None:
+    """The rows of a cell that is done; None if it is not. ValueError if the file is damaged or has other options.
+
+    identity: everything that decides the rows, as plain values.
+    """
+    if not path.exists():
+        return None
+    found = read_kept(path)
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        raise ValueError(f"{path} is damaged (it has no rows): restore it, or delete it to have it made again")
+    if found.get("identity") != identity:
+        raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
+    return list(found["rows"])
+
+
+def refuse_counts(options: argparse.Namespace, *names: str) -> None:
+    """ValueError for options that are no numbers of things, and for minutes that are no time. None is not given."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    minutes = getattr(options, "minutes", 0.0)
+    if not minutes >= 0:
+        raise ValueError(f"--minutes {minutes:g} must be at least 0")
+
+
+def refuse_alike(cells: Iterable[tuple[str, str]]) -> None:
+    """ValueError if two cells, (what it is, its folder) each, would share a folder: the second could not be kept."""
+    seen: dict[str, str] = {}
+    for name, folder in cells:
+        if folder in seen:
+            what = "is given twice" if seen[folder] == name else f"and {seen[folder]} would share the folder {folder}"
+            raise ValueError(f"{name} {what}: leave one of them out")
+        seen[folder] = name
 
 
 def publish(out: Path, here: Path, results: dict[str, Any]) -> None:

@@ -7,9 +7,11 @@ loader should make at least five times as many.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bampath.command import fail_gracefully, file_to_write
 from bampath.data.config import DataConfig
 from bampath.data.loader import make_loader
 from bampath.overrides import override
@@ -59,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each of three runs per number of workers")
     parser.add_argument("--out", type=Path, help="a results.json to write")
     options = parser.parse_intermixed_args(arguments)
+    if not 0 < options.seconds < math.inf:
+        raise ValueError(f"--seconds {options.seconds:g} must be greater than 0")
+    if options.out:
+        options.out = file_to_write(options.out, "--out")
     config = override(DataConfig(), options.overrides, {})
     rows = [measure(dataclasses.replace(config, workers=w), options.seconds) for w in (0, 1, 2)]
     for row in rows:
@@ -75,4 +82,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fail_gracefully(main, sys.argv[1:])

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from bampath.config import Config, override, to_json
 from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
+from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
 FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths
@@ -59,14 +60,8 @@ def asked_of(cell: Cell) -> Asked:
 
 
 def finished(cell: Cell, materials: Materials) -> list[Row] | None:
-    """The rows of a cell that is done; None if it is not. ValueError if what is there has other options."""
-    path = materials.out / "cells" / cell.slug / "rows.json"
-    if not path.exists():
-        return None
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["identity"] != identity(cell, materials):
-        raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
-    return cast(list[Row], kept["rows"])
+    """The rows of a cell that is done; None if it is not. ValueError if the file is damaged or of other options."""
+    return rows_of_cell(materials.out / "cells" / cell.slug / "rows.json", identity(cell, materials))
 
 
 def identity(cell: Cell, materials: Materials) -> dict[str, Any]:

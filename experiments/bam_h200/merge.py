@@ -6,7 +6,6 @@ A cell that is in several files is taken from the last of them.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from bampath.evaluation.results import write_results
+from experiments.studies import read_kept
 
 Row = dict[str, Any]
 CELL = ("size", "mix", "case", "seed")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args(argv)
-    made = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.files])
+    made = merge([read_kept(path) for path in options.files])
     write_results(options.out, made["env"], made["rows"], runs=made["runs"])
     print(f"{len({tuple(row[name] for name in CELL) for row in made['rows']})} cells in {options.out}")
 

@@ -19,15 +19,18 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.bam_h200.config import MIXES, SIZES, Cell
-from experiments.studies import folder_of
+from experiments.studies import folder_of, refuse_alike, refuse_counts
 
 RUNS = Path("runs/bam_h200")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
+    refuse_counts(options, "together", "processes", "gpus")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the device
     cells = cells_of(options)
+    if not options.resume:
+        refuse_missing(options)
     from experiments.bam_h200.schedule import run_cells
 
     out = folder_of(options, RUNS)
@@ -57,10 +60,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--together", type=int, default=1, help="cells that use the device at a time (default 1)")
+    parser.add_argument("--gpus", type=int, help="deal the cells to so many GPUs, --together on each (default: one)")
     parser.add_argument("--processes", type=int, help="programs that are open at a time (default: the CPU cores)")
     parser.add_argument("--far", action="store_true", help="ask the first seeds also at 128k and 512k tokens")
     parser.add_argument("--out", type=Path, help="folder of the study (default: a new one under runs/bam_h200)")
-    parser.add_argument("--gpus", type=int, help="deal the cells to so many GPUs, --together on each (default: one)")
     parser.add_argument("--resume", action="store_true", help="continue the study in --out")
     return parser.parse_intermixed_args(argv)
 
@@ -71,7 +74,24 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     cells = [Cell(case, seed, mix, options.size) for seed in options.seeds for mix in options.mixes for case in cases]
     for cell in cells:
         cell.config(Path("tokenizer.json"), "text", tuple(options.overrides))
+    refuse_alike((f"{cell.case}, {cell.mix}, seed {cell.seed}", cell.slug) for cell in cells)
     return cells
+
+
+def refuse_missing(options: argparse.Namespace) -> None:
+    """FileNotFoundError for text, tokenizer or words that are not there, before programs are compiled for them."""
+    from bampath.data.prepared import SHARDS, mixture_of
+    from bampath.data.sources import open_source
+    from bampath.evaluation.materials import word_lists
+    from experiments.bam_h200.text import is_tokens
+
+    for name in ("text", "held_out", "gpt2"):
+        source = str(getattr(options, name))
+        if (name == "gpt2" or is_tokens(source)) and not Path(source).is_file():
+            raise FileNotFoundError(f"--{name.replace('_', '-')} {source}: there is no such file")
+        if name != "gpt2" and not (is_tokens(source) or source.startswith(SHARDS) or mixture_of(source)):
+            open_source(source)
+    word_lists(None if options.words is None else str(options.words))
 
 
 def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> tuple[Any, list[Future[None]]]:

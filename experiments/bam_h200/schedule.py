@@ -1,7 +1,6 @@
 """Cells in processes: compiled side by side, on each device a few at a time, in the order of the list."""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from bampath.evaluation.results import environment, write_json, write_results
 from experiments.bam_h200.cells import Materials, finished, identity, work
 from experiments.bam_h200.config import Cell
+from experiments.studies import read_kept
 
 TICK = 0.25
 
@@ -183,6 +183,6 @@ def write_all(board: Board) -> None:
     path = board.materials.out / "results.json"
     mine = [row for cell in board.cells for row in board.rows.get(cell, [])]
     done = {cell.slug for cell in board.rows}
-    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    there = read_kept(path)["rows"] if path.exists() else []
     name = lambda row: Cell(row["case"], row["seed"], row["mix"], row["size"]).slug
-    write_results(path, environment(), [*(row for row in kept if name(row) not in done), *mine])
+    write_results(path, environment(), [*(row for row in there if name(row) not in done), *mine])

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bampath.command import fail_gracefully
+from bampath.command import fail_gracefully, file_to_write
 from bampath.config import Config, get
+from experiments.studies import read_kept, refuse_counts
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "speed.json"
@@ -98,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(measure(named(options.cell))), flush=True)
         return
     cells = [cell for cell in CELLS if cell.shape.name in options.shapes and cell.what in options.cases]
-    run(cells, options.out, options.minutes)
+    refuse_counts(options)
+    run(cells, file_to_write(options.out, "--out"), options.minutes)
 
 
 def named(name: str) -> Cell:
@@ -116,7 +118,7 @@ def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
     """
     from bampath.evaluation.results import write_results
 
-    kept: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"env": {}, "rows": []}
+    kept: dict[str, Any] = read_kept(out) if out.exists() else {"env": {}, "rows": []}
     begin = time.monotonic()
     for shape in dict.fromkeys(cell.shape for cell in cells):
         mine = [cell for cell in cells if cell.shape == shape]

@@ -23,6 +23,7 @@ from bampath.load import Loaded, load
 from bampath.metrics import read as read_metrics
 from bampath.overrides import split_overrides
 from experiments.conversion.config import Case, Study
+from experiments.studies import read_kept
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -81,18 +82,14 @@ def rows_so_far(bench: Bench, case: Case) -> tuple[list[Row], bool]:
     folder, rows, done = bench.folder(case), list[Row](), True
     if not (folder / "cell.json").exists():
         return [], False
-    if _read(folder / "cell.json") != bench.identity(case):
+    if read_kept(folder / "cell.json") != bench.identity(case):
         raise ValueError(f"{folder} is a cell with other options; choose another --out")
     for name, _ in points(bench, case):
         for kind in ("trained", "measured") if name.startswith("stage") else ("measured",):
             path = folder / f"{kind}-{name}.json"
-            rows += _read(path) if path.exists() else []
+            rows += read_kept(path) if path.exists() else []
             done = done and path.exists()
     return rows, done
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check(bench: Bench, case: Case) -> Plan | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.conversion.config import SIZES, Case, Study, cases_of
-from experiments.studies import folder_of, publish
+from experiments.studies import folder_of, publish, refuse_counts
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/conversion")
@@ -72,10 +72,7 @@ def study_of(options: argparse.Namespace) -> Study:
     for word in options.words:
         if "=" not in word:
             raise ValueError(f"--words {word!r} must be key=value, as stage1.steps=100")
-    for name in ("samples", "rows", "text_tokens"):
-        given = getattr(options, name)
-        if given is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {given} must be at least 1")
+    refuse_counts(options, "samples", "rows", "text_tokens")
     choose(cases_of("rope", 1), options.cases)
     study = SIZES[options.size]
     words = {word.partition("=")[0]: word for word in (*study.words, *options.words)}

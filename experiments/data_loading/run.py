@@ -13,6 +13,7 @@ import dataclasses
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from bampath.command import fail_gracefully
 from bampath.data import DataConfig, make_loader
 from bampath.data.build import build
 from bampath.evaluation.results import environment, write_results
@@ -28,6 +30,7 @@ from experiments.tables import replace_between
 
 HERE = Path(__file__).parent
 SECONDS, REPEATS = 2.0, 5
+LEAST_CHARACTERS = 1_000_000  # some documents in each file, and some of them held out
 RATES = ("tokens_per_second", "tokens_per_cpu_second")
 SHAPES = ((256, 512), (32, 4096))  # rows, length
 BEGIN, END = "<!-- numbers: written by experiments.data_loading.run -->", "<!-- end of numbers -->"
@@ -160,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--characters", type=int, default=160_000_000, help="of text (default 160 million)")
     options = parser.parse_args(arguments)
+    if options.characters < LEAST_CHARACTERS:
+        raise ValueError(f"--characters {options.characters} must be at least {LEAST_CHARACTERS}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text").mkdir()
@@ -189,4 +194,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fail_gracefully(main, sys.argv[1:])

@@ -21,6 +21,7 @@ from bampath.metrics import read as read_metrics
 from bampath.step import build_model, declare
 from bampath.train import Result, fit
 from experiments.extrapolation.config import Study, slug
+from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
 Notify = Callable[[str, Any], None]  # ("training", line), ("passkey", PasskeyResult), ("perplexity", PositionLoss)
@@ -50,11 +51,9 @@ def run_cell(study: Study, cell: Cell, out: Path, tokenizer: Path, notify: Notif
     asked = {name: value for name, value in asdict(study).items() if name not in ("name", "schemes", "overrides")}
     identity = {"study": json.loads(json.dumps(asked)), "config": json.loads(to_json(config))}
     finished = folder / "rows.json"
-    if finished.exists():
-        kept = json.loads(finished.read_text(encoding="utf-8"))
-        if kept["identity"] != identity:
-            raise ValueError(f"{folder} is a cell of a study with other options; choose another --out")
-        return cast(list[Row], kept["rows"])
+    done = rows_of_cell(finished, identity)
+    if done is not None:
+        return done
     start = time.monotonic()
     result = _train(config, folder / "run", notify)
     trained = time.monotonic()

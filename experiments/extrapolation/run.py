@@ -20,7 +20,8 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from bampath.config import Config
-from experiments.extrapolation.config import SIZES, Study
+from experiments.extrapolation.config import SIZES, Study, slug
+from experiments.studies import refuse_alike
 
 HERE = Path(__file__).parent
 FRONT = HERE.parent.parent / "README.md"
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for scheme in study.schemes:  # a wrong scheme or override fails here, before anything is made
         study.config(scheme, options.first_seed)
+    refuse_alike((f"the scheme {scheme}", slug(scheme)) for scheme in study.schemes)
     out = folder_of(options)
     results = run_study(study, seeds, out)
     if options.publish:

@@ -1,11 +1,11 @@
 """The tables of docs/scaling.md from results.json."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.multi_gpu.cells import SHAPES
+from experiments.studies import read_kept
 from experiments.tables import replace_between, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
@@ -16,7 +16,7 @@ FIRST_TOLERANCE, TOLERANCE = 1e-3, 2e-2  # nats: of the first loss, and of the n
 
 def write_tables(results: Path, page: Path = PAGE) -> None:
     """Put the tables of a results file between the marks of a page."""
-    replace_between(page, *MARKS, tables(json.loads(results.read_text(encoding="utf-8"))))
+    replace_between(page, *MARKS, tables(read_kept(results)))
 
 
 def tables(results: dict[str, Any]) -> str:

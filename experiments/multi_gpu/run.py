@@ -18,13 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bampath.command import fail_gracefully
+from bampath.command import fail_gracefully, file_to_write
 from experiments.multi_gpu.cells import COUNTS, SMOKE, Cell, cells
+from experiments.studies import read_kept
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -179,7 +181,7 @@ class Study:
         self.begin = time.monotonic()
         self.jobs: list[Job] = []
         self.done: set[str] = set()
-        kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+        kept = read_kept(out) if out.exists() else {"rows": []}
         names = {cell.name for cell in wanted}
         self.kept = [row for row in kept["rows"] if row["cell"] not in names]
         self.runs: dict[str, Any] = kept.get("runs", {})
@@ -193,7 +195,7 @@ class Study:
         """Measure everything; returns how many cells have failed. patience: seconds in which all may prepare before
         the first is measured."""
         threading.Thread(target=self._look, daemon=True).start()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, self._none_left():
             waiting = list(zip(self.wanted, places(self.wanted, self.gpus), strict=True))
             next_start = 0.0
             while len(self.done) < len(self.wanted):
@@ -222,6 +224,18 @@ class Study:
                 if job.cell.name not in self.done:
                     self._keep(job, f"not done after {self.seconds:g} s" if job in late else "")
         return len({row["cell"] for row in self.kept if "failed" in row or not row.get("passed", True)})
+
+    @contextmanager
+    def _none_left(self) -> Iterator[None]:
+        """However this ends, also by an interrupt: the cells have sessions of their own, which it does not reach."""
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)) if _main() else None
+        try:
+            yield
+        finally:
+            for job in self.jobs:
+                job.kill()
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
 
     def _look(self) -> None:
         """The environment, from a process of its own: this one must not open the GPUs."""
@@ -257,6 +271,10 @@ class Study:
             if job.busy and job.started is not None and time.monotonic() - job.started > TURN:
                 self.say(f"{job.cell.name}: given up after {TURN:g} s")
                 job.kill()
+
+
+def _main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _nccl() -> dict[str, str]:
@@ -317,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.dry_run:
         print("\n".join(f"{cell.name:<55} {cell.flags}" for cell in wanted))
         return
+    options.out = file_to_write(options.out, "--out")
     failed = Study(wanted, gpus, options.out, options.seconds, options.platform).run(options.patience)
     if failed:
         raise SystemExit(1)
@@ -325,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def chosen(gpus: int, options: argparse.Namespace) -> list[Cell]:
     """The cells that the command line asks for. ValueError if there is none or one needs more GPUs than there are."""
     for name in ("seconds", "patience"):
-        if getattr(options, name) <= 0:
+        if not getattr(options, name) > 0:
             raise ValueError(f"--{name} {getattr(options, name):g} must be positive")
     if gpus < 1:
         raise ValueError("no GPU was found here; --dry-run --gpus 4 lists the cells, --platform cpu rehearses")

@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 
 import jax
 
+from bampath.command import fail_gracefully
+from experiments.studies import read_kept
 from launch.chips import GIB, chip_of
 from launch.compile import check, compiler, report, resolve
 from launch.program import topology_devices
@@ -85,7 +89,7 @@ def environment() -> dict[str, Any]:
 
 def save(row: dict[str, Any]) -> None:
     """Put a row in its place in results.json, with the environment that it was made in."""
-    known = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
+    known = read_kept(RESULTS)["rows"] if RESULTS.exists() else []
     rows = {old["case"]: old for old in known} | {row["case"]: {**row, "env": environment()}}
     ordered = [rows[case.name] for case in CASES if case.name in rows]
     text = json.dumps({"env": environment(), "rows": ordered}, indent=1)
@@ -128,19 +132,21 @@ _CHOSEN = ("mesh.", "model.scan", "model.remat", "data.batch_size", "train.accum
 
 def write_table() -> None:
     """Put the table of results.json between its marks in docs/scaling.md."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    rows = read_kept(RESULTS)["rows"]
     page = PAGE.read_text(encoding="utf-8")
     before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[1]
     PAGE.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     by_name = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=list(by_name), default=list(by_name), metavar="CASE")
     parser.add_argument("--full", action="store_true", help="compile as a run does, not with the least effort")
     options = parser.parse_args(arguments)
+    if RESULTS.exists():
+        read_kept(RESULTS)  # a damaged file is said before minutes of compiling
     for name in options.case:
         print(f"== {name}", flush=True)
         row = run(by_name[name], options.full)
@@ -151,4 +157,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    main()
+    fail_gracefully(main, sys.argv[1:], stopped="stopped; the rows of finished cases are kept")

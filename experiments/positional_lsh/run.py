@@ -9,14 +9,14 @@ kernels/lsh/results.json and the trained models of training.json (`train.py`) in
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bampath.command import fail_gracefully
+from bampath.command import fail_gracefully, file_to_write
+from experiments.studies import read_kept
 
 HERE = Path(__file__).parent
 SPEED = HERE.parents[1] / "kernels" / "lsh" / "results.json"
@@ -36,11 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
+    for name, least in (("length", 2), ("seeds", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} {getattr(options, name)} must be at least {least}")
+    file_to_write(options.out / "results.json", "--out")
     if not options.report:
         measure(options)
     from experiments.positional_lsh.report import write_report
 
-    read = lambda path: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    read = lambda path: read_kept(path) if path.exists() else None
     results = read(options.out / "results.json")
     if results is None:
         raise ValueError(f"{options.out} has no results.json: run without --report first")
@@ -52,6 +56,8 @@ def measure(options: argparse.Namespace) -> None:
     from bampath.evaluation.results import environment, write_results
     from experiments.positional_lsh.convergence import Plan, block_rows, mask_rows
 
+    if options.checkpoint:
+        refuse_other(options.checkpoint)
     plan = Plan(length=options.length, seeds=options.seeds)
     rows = list(mask_rows(plan))
     print(f"masks: {len(rows)} rows")
@@ -60,6 +66,17 @@ def measure(options: argparse.Namespace) -> None:
         rows += outputs(options.checkpoint or train(Path(folder) / "alibi"), plan)
     facts = {"length": plan.length, "seeds": plan.seeds, "delta": plan.delta, "steps": STEPS}
     write_results(options.out / "results.json", environment(), rows, study=facts)
+
+
+def refuse_other(run: Path) -> None:
+    """ValueError for a checkpoint that is not there or not of ALiBi, before anything is measured."""
+    from bampath.checkpoint import describe
+
+    position = describe(run).config["model"]["position"]
+    if position != "alibi":
+        raise ValueError(
+            f"--checkpoint {run} is a model of {position!r}; attention inputs of an alibi model are wanted"
+        )
 
 
 def train(run_dir: Path) -> Path:
@@ -89,10 +106,6 @@ def outputs(run: Path, plan: Any) -> list[dict[str, Any]]:
     from experiments.positional_lsh.convergence import output_rows
 
     loaded = load(run)
-    if loaded.config.model.position != "alibi":
-        raise ValueError(
-            f"{run} is a model of {loaded.config.model.position!r}; attention inputs of an alibi model are wanted"
-        )
     corpus = load_corpus(loaded.config.data, "validation", loaded.tokenizer)
     tokens = jnp.asarray(corpus.tokens[: plan.length], jnp.int32)[None]
     projections = lambda module, method: isinstance(module, Attention) and method == "_project"

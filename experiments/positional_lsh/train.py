@@ -8,7 +8,6 @@ grows with every cell that is done; `run.py --report` makes report and figures o
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,7 +16,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bampath.command import fail_gracefully
+from bampath.command import fail_gracefully, file_to_write
+from experiments.studies import read_kept, refuse_counts
 
 HERE = Path(__file__).parent
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "plan": asdict(plan_of(options.changes)),
         "text": [options.text.name, options.held_out.name],
     }
+    refuse_missing(options)
     plan, done = training.Plan(**facts["plan"]), finished(options.results, facts, options.resume)
     begin = time.monotonic()
     say = lambda what: print(f"[{time.monotonic() - begin:6.1f}] {what}", flush=True)
@@ -52,19 +53,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{scheme}: loss {first['loss']:.3f} after {first['seconds']} s; held-out {losses}")
 
 
+def refuse_missing(options: argparse.Namespace) -> None:
+    """Errors of files that are not there, or cannot be written, and of numbers that are none."""
+    for name in ("text", "held_out"):
+        if not getattr(options, name).is_file():
+            raise FileNotFoundError(f"--{name.replace('_', '-')} {getattr(options, name)}: there is no such file")
+    refuse_counts(options, "threads")
+    file_to_write(options.results, "--results")
+
+
 def finished(results: Path, facts: dict[str, Any], resume: bool) -> dict[str, list[Any]]:
     """Rows by cell that are in the results already. ValueError if they are not to be continued, or of another plan."""
     if not results.exists():
         return {}
-    kept = json.loads(results.read_text(encoding="utf-8"))
     if not resume:
         raise ValueError(f"{results} is there already: continue it with --resume, or choose another --results")
-    if {name: kept[name] for name in facts} != facts:
+    found = read_kept(results)
+    if {name: found[name] for name in facts} != facts:
         raise ValueError(
-            f"{results} has another plan or text: {kept['plan']}, {kept['text']}; choose another --results"
+            f"{results} has another plan or text: {found['plan']}, {found['text']}; choose another --results"
         )
-    cells = dict.fromkeys(row["case"] for row in kept["rows"])
-    return {cell: [row for row in kept["rows"] if row["case"] == cell] for cell in cells}
+    cells = dict.fromkeys(row["case"] for row in found["rows"])
+    return {cell: [row for row in found["rows"] if row["case"] == cell] for cell in cells}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,12 +1,11 @@
 """One cell: a scheme and a depth, trained on a task from every seed and tested. A finished cell is never done twice."""
 
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,8 +17,9 @@ from bampath.evaluation.results import write_json
 from bampath.evaluation.state.score import score
 from bampath.evaluation.state.tasks import StateTask, parse_task
 from bampath.step import build_model, declare
-from experiments.state_tracking.config import Trial
+from experiments.state_tracking.config import Trial, slug
 from experiments.state_tracking.training import Trained, seed_of, train
+from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -37,18 +37,12 @@ class Cell:
     @property
     def slug(self) -> str:
         """A name for files."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.trial.task}-{self.scheme}-{self.layers}l".lower()).strip("-")
+        return slug(self.trial.task, self.scheme, self.layers)
 
 
 def finished(cell: Cell, out: Path) -> list[Row] | None:
-    """The rows of a cell that is done; None if it is not. ValueError if what is there has other options."""
-    path = out / "cells" / cell.slug / "rows.json"
-    if not path.exists():
-        return None
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["identity"] != _identity(cell):
-        raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
-    return cast(list[Row], kept["rows"])
+    """The rows of a cell that is done; None if it is not. ValueError if the file is damaged or of other options."""
+    return rows_of_cell(out / "cells" / cell.slug / "rows.json", _identity(cell))
 
 
 def run_cell(cell: Cell, out: Path, say: Say) -> list[Row]:

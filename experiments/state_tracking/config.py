@@ -1,5 +1,6 @@
 """The study at its two sizes: which tasks, which schemes, one budget per task."""
 
+import re
 from dataclasses import dataclass, replace
 
 from bampath.config import Config, get
@@ -126,3 +127,8 @@ GPU = Study(
 )
 
 SIZES = {study.name: study for study in (CPU, GPU)}
+
+
+def slug(task: str, scheme: str, layers: int) -> str:
+    """A name for the files of a cell."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{task}-{scheme}-{layers}l".lower()).strip("-")

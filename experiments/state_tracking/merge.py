@@ -17,7 +17,7 @@ from bampath.evaluation.results import write_results
 from experiments.state_tracking.config import SIZES, Study
 from experiments.state_tracking.report import describe, write_report
 from experiments.state_tracking.run import HERE, cells_of
-from experiments.studies import publish
+from experiments.studies import publish, read_kept
 
 Row = dict[str, Any]
 
@@ -51,10 +51,17 @@ def merge(study: Study, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
         missing += not own_rows
         if own_rows and cell.trial.task not in used[number]:
             used[number].append(cell.trial.task)
-    runs = [{**file["env"], "tasks": tasks} for file, tasks in zip(files, used, strict=True) if tasks]
+    runs = [run for file, tasks in zip(files, used, strict=True) for run in _runs(file, tasks)]
     total = lambda name: round(sum(file["study"][name] for file in files), 1)
     times = {name: total(name) for name in ("seconds_of_this_call", "cpu_seconds_of_this_call")}
     return {"env": files[-1]["env"], "runs": runs, "study": {**wanted, "complete": not missing, **times}, "rows": rows}
+
+
+def _runs(file: dict[str, Any], tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """The environments that wrote a file's rows of `tasks`: its own, or those of the calls that were merged in it."""
+    every = file.get("runs") or [file["env"]]
+    found = [{**env, "tasks": [task for task in tasks if task in env.get("tasks", tasks)]} for env in every]
+    return [run for run in found if run["tasks"]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="gpu", help="which study (default gpu)")
     parser.add_argument("--publish", action="store_true", help="copy results, report and figures beside this script")
     options = parser.parse_args(argv)
-    made = merge(SIZES[options.size], [json.loads(path.read_text(encoding="utf-8")) for path in options.files])
+    made = merge(SIZES[options.size], [read_kept(path) for path in options.files])
     write_results(options.folder / "results.json", made["env"], made["rows"], runs=made["runs"], study=made["study"])
     print(write_report(options.folder, made))
     if options.publish:

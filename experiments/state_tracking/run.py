@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bampath.command import fail_gracefully
-from experiments.state_tracking.config import SIZES, Study, Trial
-from experiments.studies import folder_of, publish
+from experiments.state_tracking.config import SIZES, Study, Trial, slug
+from experiments.studies import folder_of, publish, refuse_alike, refuse_counts
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/state_tracking")
@@ -30,12 +30,15 @@ RUNS = Path("runs/state_tracking")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    if options.together < 1:
-        raise ValueError(f"--together {options.together} must be at least 1")
+    refuse_counts(options, "together")
     study = study_of(options)
     for trial in study.trials:  # a wrong scheme or task fails here, before anything is made
         for scheme in trial.schemes:
             trial.config(scheme, trial.depths[0])
+    refuse_alike(
+        (f"{t.task} with {scheme}", slug(t.task, scheme, t.depths[0])) for t in study.trials for scheme in t.schemes
+    )
+    refuse_alike((f"--seeds {seed}", str(seed)) for seed in study.seeds)
     out = folder_of(options, RUNS)
     results = run_study(study, out, options.minutes, options.together)
     if options.publish:
