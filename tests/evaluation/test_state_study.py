@@ -114,6 +114,11 @@ def test_results_of_several_calls_are_merged(results, study, tmp_path):
     assert made["study"]["seconds_of_this_call"] == pytest.approx(2 * results["study"]["seconds_of_this_call"], abs=0.2)
     text = report.report(made, {})
     assert all(f"`{trial.task}`: written by" in text for trial in study.trials)
+    again = merge.merge(study, [made, {**parts[1], "env": {"date": "later"}}])  # what is merged keeps whose it was
+    assert [(env["date"], env["tasks"]) for env in again["runs"]] == [
+        (study.trials[0].task, [study.trials[0].task]),
+        ("later", [study.trials[1].task]),
+    ]
     assert not merge.merge(study, parts[:1])["study"]["complete"]
     longer = replace(study.trials[0], overrides=(*SMALL, "train.steps=4"))
     with pytest.raises(ValueError, match="another budget"):

@@ -15,6 +15,7 @@ from bampath.convert.distill import stages_of
 from experiments.conversion.cells import Bench
 from experiments.conversion.config import SIZES, cases_of
 from experiments.conversion.material import write_text
+from experiments.conversion.merge import merge
 from experiments.conversion.report import last_rows, write_report
 from experiments.conversion.run import main
 from tests.train.small import text_file
@@ -96,6 +97,30 @@ def rows() -> list[dict[str, Any]]:
         *found,
         {"benchmark": "training", "case": "nope", "position": "nope", "seed": 0, "curve": curve, **training},
     ]
+
+
+def test_results_of_several_calls_become_one() -> None:
+    """A case that was run again replaces all stages of the earlier run; who wrote what is kept through two merges."""
+    teacher = {"shape": "2 layers", "parameters": 10, "position": "rope"}
+    study = {"name": "cpu", "teacher": teacher, "train_length": 8, "words": ["a=b"], "text": ["t"], "complete": False}
+    row = lambda case, after, number: {"case": case, "after": after, "benchmark": "passkey", "correct": number}
+    file = lambda date, *found: {"env": {"date": date}, "study": study, "rows": list(found)}
+    early = file("early", row("path", "stage1", 1), row("path", "stage2", 1), row("rope", "untrained", 1))
+    late = file("late", row("nope", "stage3", 2), row("path", "stage1", 2))
+    made = merge([early, late])
+    assert made["rows"] == [row("rope", "untrained", 1), row("path", "stage1", 2), row("nope", "stage3", 2)]
+    assert made["runs"] == [{"date": "early", "cases": ["rope"]}, {"date": "late", "cases": ["path", "nope"]}]
+    assert not made["study"]["complete"]
+    again = merge([made, file("last", row("nope", "stage3", 3))])
+    assert again["runs"] == [
+        {"date": "early", "cases": ["rope"]},
+        {"date": "late", "cases": ["path"]},
+        {"date": "last", "cases": ["nope"]},
+    ]
+    ends = [row(case.name, "stage3" if case.trained else "untrained", 1) for case in cases_of("rope", 8)]
+    assert merge([file("all", *ends)])["study"]["complete"]
+    with pytest.raises(ValueError, match="different studies: words is not the same"):
+        merge([early, {**late, "study": {**study, "words": ["a=c"]}}])
 
 
 def test_the_report_holds_every_number(tmp_path: Path) -> None:
