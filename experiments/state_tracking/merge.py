@@ -58,7 +58,7 @@ def merge(study: Study, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _runs(file: dict[str, Any], tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """The environments that wrote a file's rows of `tasks`: its own, or those of the calls that were merged in it."""
+    """Which environments wrote a file's rows of `tasks`: its own, or those of the calls merged in it."""
     every = file.get("runs") or [file["env"]]
     found = [{**env, "tasks": [task for task in tasks if task in env.get("tasks", tasks)]} for env in every]
     return [run for run in found if run["tasks"]]
