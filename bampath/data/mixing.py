@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 
 from bampath.data.corpus import TokenCorpus
-from bampath.data.order import hash64
+from bampath.data.order import FILLER, START, hash64
 from bampath.data.packing import gather
 from bampath.data.retrieval import Document, RetrievalOptions, document, draw_length, shortest
 from bampath.data.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class RetrievalRows:
         """
         width, padded = self._width, self._options.front == "pad"
         pad = self._tokenizer.pad_id
-        starts = np.asarray([hash64(self._seed, int(i), 3) % len(self._corpus.tokens) for i in indices], np.int64)
+        starts = np.asarray([hash64(self._seed, int(i), START) % len(self._corpus.tokens) for i in indices], np.int64)
         counts = np.full(len(indices), width - 1, np.int64)
         tokens, borders = gather(self._corpus, starts, counts, width, pad)
         loss = np.ones((len(indices), width), np.float32)
@@ -76,7 +76,7 @@ class RetrievalRows:
     def _real_text(self, count: int, *key: int) -> np.ndarray:
         """`count` tokens of the corpus from a random place on, BOS and EOS left out; fewer if it has no others."""
         total = len(self._corpus.tokens)
-        start = hash64(self._seed, *key, 4) % total
+        start = hash64(self._seed, *key, FILLER) % total
         found: list[np.ndarray] = []
         read = 0
         while count > 0 and read < 2 * total + count:

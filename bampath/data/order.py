@@ -12,16 +12,21 @@ from fractions import Fraction
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
 _ROUNDS = 6
+
+# What a hash of a seed is for, so that two uses of one seed have nothing in common. They decide the data of every run: a
+# resumed one relies on them.
+LENGTH, DOCUMENT, START, FILLER = 1, 2, 3, 4  # of retrieval documents
+EPOCH, PHASE, PART = 0xE90C4, 0xFA5E, 0x3117  # an epoch's permutation, where it begins, the seed of a mixture's part
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
     """SplitMix64's output function: a bijection of uint64 that scatters every bit. Any shape, uint64 in and out."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(31))
 
 
@@ -30,8 +35,8 @@ def hash64(*values: int) -> int:
     state = len(values)
     for value in values:
         x = ((state ^ (value & _MASK)) + _GOLDEN) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x = ((x ^ (x >> 30)) * _FIRST) & _MASK
+        x = ((x ^ (x >> 27)) * _SECOND) & _MASK
         state = x ^ (x >> 31)
     return state
 
@@ -100,7 +105,7 @@ def shuffled_rows(places: np.ndarray, rows: int, seed: int, shuffle: bool) -> tu
     out = np.empty_like(inside)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        out[chosen] = permute(inside[chosen], rows, hash64(seed, 0xE90C4, int(epoch)))
+        out[chosen] = permute(inside[chosen], rows, hash64(seed, EPOCH, int(epoch)))
     return epochs, out
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bampath.data.order import Draws, hash64
+from bampath.data.order import DOCUMENT, LENGTH, Draws, hash64
 
 Kind = Literal["passkey", "brief", "labelled", "copy", "mixed"]
 Count = Callable[[str], int]
@@ -146,7 +146,7 @@ def draw_length(options: RetrievalOptions, row: int, seed: int, index: int) -> i
     """Length in tokens of document `index`, between min_length and max_length (or `row`, the tokens of a row)."""
     high = min(options.max_length or row, row)
     low = min(options.min_length, high)
-    draws = Draws(hash64(seed, index, 1))
+    draws = Draws(hash64(seed, index, LENGTH))
     if options.length_law == "uniform":
         return draws.between(low, high)
     at = draws.below(1 << 30) / (1 << 30)
@@ -159,7 +159,7 @@ def document(options: RetrievalOptions, seed: int, index: int, length: int, coun
     count: tokens of a piece of text that is tokenised alone and without special tokens. Pure: equal arguments give
     equal documents, on every machine and version.
     """
-    draws = Draws(hash64(seed, index, 2))
+    draws = Draws(hash64(seed, index, DOCUMENT))
     kind = options.kind if options.kind != "mixed" else KINDS[draws.below(len(KINDS))]
     if kind == "copy":
         return _copy(draws, length, count)

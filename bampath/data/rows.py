@@ -7,7 +7,7 @@ import numpy as np
 
 from bampath.data.config import DataConfig
 from bampath.data.corpus import TokenCorpus
-from bampath.data.order import hash64, interleave, shuffled_rows
+from bampath.data.order import PART, PHASE, hash64, interleave, shuffled_rows
 from bampath.data.packing import gather, plan_rows
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -21,7 +21,7 @@ def rows_of(config: DataConfig, corpus: TokenCorpus, pad: int) -> RowsAt:
     """
     if not corpus.parts:
         return _single(config, corpus, pad)
-    own = [replace(config, seed=hash64(config.seed, 0x3117, index) >> 1) for index in range(len(corpus.parts))]
+    own = [replace(config, seed=hash64(config.seed, PART, index) >> 1) for index in range(len(corpus.parts))]
     streams = [_single(each, part, pad) for each, (part, _) in zip(own, corpus.parts, strict=True)]
     weights = [weight for _, weight in corpus.parts]
     return lambda places: _mixed(streams, weights, places, config.sequence_length + 1)
@@ -34,7 +34,7 @@ def _single(config: DataConfig, corpus: TokenCorpus, pad: int) -> RowsAt:
         """Where in the ring of tokens an epoch begins; 0 for the first and where rows keep the corpus's order."""
         if epoch == 0 or not config.shuffle:
             return 0
-        return hash64(config.seed, 0xFA5E, epoch) % len(corpus.tokens)
+        return hash64(config.seed, PHASE, epoch) % len(corpus.tokens)
 
     def rows_at(places: np.ndarray) -> Rows:
         epochs, rows = shuffled_rows(places, plan.rows, config.seed, config.shuffle)
