@@ -74,6 +74,7 @@ def declare(model: nn.Module) -> Declared:
 
 
 def optimizer_of(config: Config, declared: Declared) -> optax.GradientTransformation:
+    """The optimiser of a configuration, with the rates and decays of the parameters' roles."""
     return make_optimizer(config.optim, config.train.steps, declared.roles, declared.axes)
 
 
@@ -230,4 +231,5 @@ def _init(model: nn.Module, key: Array) -> Any:
 
 
 def build_model(config: Config) -> LM:
+    """The model of a configuration, without parameters."""
     return LM(config.model)

@@ -209,6 +209,7 @@ def _chunk_digests(path: Path) -> list[str]:
 
 
 def digest(data: bytes) -> str:
+    """Checksum of some bytes, as hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -15,8 +15,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
 _ROUNDS = 6
 
-# What a hash of a seed is for, so that two uses of one seed have nothing in common. They decide the data of every run: a
-# resumed one relies on them.
+# What a hash of a seed is for, so that two uses of one seed have nothing in common. A resumed run relies on them: they
+# decide its data.
 LENGTH, DOCUMENT, START, FILLER = 1, 2, 3, 4  # of retrieval documents
 EPOCH, PHASE, PART = 0xE90C4, 0xFA5E, 0x3117  # an epoch's permutation, where it begins, the seed of a mixture's part
 

@@ -74,6 +74,7 @@ def extract(answer: str) -> str | None:
 
 
 def score(answer: str, question: Question) -> float:
+    """1 for the right letter, else 0."""
     return float(extract(answer) == question.references[0])
 
 

@@ -11,6 +11,7 @@ Row = dict[str, Any]
 
 
 def tables(report: dict[str, Any]) -> str:
+    """All of them, as Markdown."""
     rows = report["rows"]
     known = [f"{n} {v}" for n in (*SHOWN, "flash-attn3-jax") for v in [versions(report, n)] if v]
     letters = dict(zip(report["runs"], "abcdefghijklmnopqrstuvwxyz", strict=False))
@@ -26,12 +27,14 @@ def versions(report: dict[str, Any], package: str) -> str:
 
 
 def label(row: Row) -> str:
+    """What a row is called: its implementation, unless that is the fastest one, and its case."""
     names = {"mosaic_gpu": "", "cudnn": "cuDNN (jax), ", "pallas_triton": "portable, "}
     extra = ", float32" if row["dtype"] == "float32" else ""
     return names.get(row["impl"], row["impl"] + ", ") + row["case"] + extra
 
 
 def speed(rows: list[Row], letters: dict[str, str]) -> list[str]:
+    """Forward, and forward with backward, of every shape and case; letters: of the runs."""
     lines = [
         "| B, T, H, D | case | run | forward ms | TFLOP/s | ratio | fwd + bwd ms | TFLOP/s | ratio | memory MiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -64,6 +67,7 @@ def _times(row: Row, others: list[Row]) -> list[str]:
 
 
 def decode(rows: list[Row], letters: dict[str, str]) -> list[str]:
+    """Time of a token, and how much of the speed of a copy that is."""
     copied = next((r for r in rows if r["pass"] == "copy" and "bandwidth" in r), None)
     if copied is None:
         return []
@@ -84,6 +88,7 @@ def decode(rows: list[Row], letters: dict[str, str]) -> list[str]:
 
 
 def checks(rows: list[Row], letters: dict[str, str]) -> list[str]:
+    """The largest error of every check."""
     from kernels.attention.bench_cases import Case
     from kernels.attention.bench_parts import judged
 

@@ -37,6 +37,7 @@ def check_array(name: str, value: Any, want: dict[str, int | None], kind: Kind =
 
 
 def check_window(window: Any) -> int | None:
+    """A static window as a Python int, or None. TypeError or ValueError that says what it must be."""
     if window is None:
         return None
     try:
@@ -53,6 +54,7 @@ def check_window(window: Any) -> int | None:
 
 
 def check_scale(scale: Any, dim: int) -> float:
+    """A static scale as a Python float; None: 1/√dim. TypeError or ValueError that says what it must be."""
     if scale is None:
         return 1.0 / math.sqrt(dim)
     try:
@@ -67,6 +69,7 @@ def check_scale(scale: Any, dim: int) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
+    """A static option that is True or False. TypeError that names it otherwise."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value

@@ -27,6 +27,7 @@ def write_tables(docs: Path) -> None:
 
 
 def committed() -> str:
+    """The tables of the results that are in the repository."""
     read = lambda path: json.loads(path.read_text(encoding="utf-8"))
     return "\n".join([tables(read(RESULTS)), "", *compiled(read(COMPILED))])
 
@@ -57,6 +58,7 @@ def compiled(report: dict[str, Any]) -> list[str]:
 
 
 def tables(report: dict[str, Any]) -> str:
+    """Times, memory and checks, as Markdown."""
     rows = report["rows"]
     checked = ["", *checks(rows)] if any(row["pass"] == "check" for row in rows) else []
     return "\n".join([*map(_run, report["runs"].values()), "", *times(rows), "", *memory(rows), *checked])
@@ -79,6 +81,7 @@ def _ways(found: dict[tuple[str, str, str, int], Row]) -> list[tuple[str, str]]:
 
 
 def name(case: str, impl: str) -> str:
+    """What a case is called in the tables."""
     return NAMES[case] + (f" (`{impl}`)" if case == "alibi" else "")
 
 
@@ -130,6 +133,7 @@ def memory(rows: list[Row]) -> list[str]:
 
 
 def checks(rows: list[Row]) -> list[str]:
+    """The largest error of every check, or why it failed."""
     lines = ["| check | T | H/Hkv, D | dtype | largest error (of) | same bits twice |", "|---|---|---|---|---|---|"]
     for row in (r for r in rows if r["pass"] == "check"):
         what = row["case"] + ("" if row["causal"] else ", not causal") + (", documents" if row["documents"] else "")

@@ -34,6 +34,7 @@ PROFILED = 3  # runs
 
 
 def relative_rms(got: Any, want: Any) -> float:
+    """√(Σ (got − want)² / Σ want²) in float64."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.sqrt(np.mean((got - want) ** 2) / max(np.mean(want**2), 1e-300)))
 
@@ -44,10 +45,12 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def sized(shape: tuple[int, ...]) -> Row:
+    """A shape as fields of a row."""
     return dict(zip("BTHD", shape, strict=True))
 
 
 def timed(run: Callable[..., Any], *arrays: Any, repeats: int = 7, batch: int = 6) -> Row:
+    """Median, least and greatest time of a call in ms, over batches of calls."""
     jax.block_until_ready(run(*arrays))
     times = []
     for _ in range(repeats):

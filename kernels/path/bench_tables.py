@@ -31,6 +31,7 @@ def _memory(row: Row, name: str) -> str:
 
 
 def speed(rows: list[Row]) -> list[str]:
+    """Forward, and forward with backward, beside FLA and beside attention without transport."""
     out = [
         "| B, T, H, D | case | pass | ms | FLA ms | FLA / ours | ours / plain attention | memory / q | FLA's |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -75,6 +76,7 @@ def kernels(rows: list[Row]) -> list[str]:
 
 
 def decode(rows: list[Row]) -> list[str]:
+    """Tokens per second of the ways to keep a cache."""
     out = ["| cache | rows | way | ms for 64 tokens a row | tokens/s | over rewriting |", "|---|---|---|---|---|---|"]
     for r in rows:
         if r.get("pass") == "decode" and "ms" in r:
@@ -93,6 +95,7 @@ def _error(error: float | None, limit: float | None) -> str:
 
 
 def checks(rows: list[Row]) -> list[str]:
+    """The errors of every output and gradient; those above a limit are bold."""
     names = ("o", "dq", "dk", "dv", "dw", "dbeta", "dgates", "dsharpness", "dalpha")
     head = " | ".join(names)
     out = [f"| check | B, T, H, D | of | {head} | same bits twice |", "|---|---|---|" + "---|" * (len(names) + 1)]

@@ -142,9 +142,7 @@ def path_extend(
     batch, length, heads, dim = q.shape
     check_past(past_k, past_v, past_positions, past_segment_ids, past_log_gates, k, v, heads)
     check_tokens(positions, segment_ids, log_gates, sharpness, batch, length, heads)
-    if (log_gates is None) != (past_log_gates is None):
-        given, missing = ("log_gates", "past_log_gates") if past_log_gates is None else ("past_log_gates", "log_gates")
-        raise ValueError(f"{given} is given and {missing} is None: both or neither")
+    check_both_gates(log_gates, past_log_gates)
     check_prior(prior, heads)
     factor = check_scale(scale, dim)
     options: dict[str, Any] = {
@@ -213,6 +211,13 @@ def check_tokens(
     for name, x in (("log_gates", log_gates), ("sharpness", sharpness)):
         if x is not None:
             check_array(name, x, tokens | {"H": heads}, "float32")
+
+
+def check_both_gates(log_gates: Any, past_log_gates: Any) -> None:
+    """Raise unless the new tokens and the cached ones have gates, or neither have."""
+    if (log_gates is None) != (past_log_gates is None):
+        given, missing = ("log_gates", "past_log_gates") if past_log_gates is None else ("past_log_gates", "log_gates")
+        raise ValueError(f"{given} is given and {missing} is None: both or neither")
 
 
 # ---- Parts ----

@@ -28,7 +28,7 @@ from kernels.attention.checks import check_flag, check_scale
 from kernels.attention.union import union
 from kernels.path import lazy_xla
 from kernels.path.call import blank, check_rows
-from kernels.path.decode import check_past, check_tokens, move_keys, reflect, sums_after
+from kernels.path.decode import check_both_gates, check_past, check_tokens, move_keys, reflect, sums_after
 
 Array = jax.Array
 BACKENDS: dict[str, str] = {"xla": "kernels.path.lazy_xla", "triton_decode": "kernels.attention.triton_decode"}
@@ -112,8 +112,7 @@ def lazy_token(
         raise ValueError(f"window={window} must be at least 1")
     check_past(past_k, past_v, past_positions, past_segment_ids, past_log_gates, k, v, heads)
     check_tokens(positions, segment_ids, log_gates, sharpness, batch, length, heads)
-    if (log_gates is None) != (past_log_gates is None):
-        raise ValueError(f"log_gates is {'None' if log_gates is None else 'given'}, but not so for the cache")
+    check_both_gates(log_gates, past_log_gates)
     check_prior(prior, heads)
     factor = check_scale(scale, dim)
     gate_factor = factor if check_flag("scale_gates", scale_gates) else 1.0
