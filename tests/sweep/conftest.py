@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.sweep_plan import Axis, Spec
+from experiments.sweep.plan import Axis, Spec
 from tests.train.small import SMALL, text_file
 
 

@@ -17,10 +17,10 @@ import pytest
 from bampath import checkpoint, config, sweep
 from bampath.metrics import read
 from bampath.train import fit
-from experiments import sweep as sweep_command
-from experiments.sweep_group import run_group
-from experiments.sweep_plan import Spec, member_of, plan, spec_json
-from experiments.sweep_report import lowest, page, report, write_figures
+from experiments.sweep import __main__ as sweep_command
+from experiments.sweep.group import run_group
+from experiments.sweep.plan import Spec, member_of, plan, spec_json
+from experiments.sweep.report import lowest, page, report, write_figures
 from tests.train.small import SMALL
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 
 from bampath.data import load_corpus
 from bampath.lock import InUseError, RunLock
-from experiments.sweep import check, check_text, claim, main
-from experiments.sweep_plan import Axis, Spec, axis_of, plan, spec_json
+from experiments.sweep.__main__ import check, check_text, claim, main
+from experiments.sweep.plan import Axis, Spec, axis_of, plan, spec_json
 from tests.train.small import SMALL, text_file
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_an_axis_is_refused(
 ):
     given = [] if arguments == ["--resume"] else ["--out", str(tmp_path / "new")]
     if "--devices" not in arguments:
-        monkeypatch.setattr("experiments.sweep.prepare_devices", lambda *_: None)  # they are there already
+        monkeypatch.setattr("experiments.sweep.__main__.prepare_devices", lambda *_: None)  # they are there already
     assert main(["--config", "tiny", *SMALL, *given, *arguments, "--dry-run"]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "new").exists()
@@ -127,8 +127,8 @@ def test_one_process_trains_in_a_folder(
             claim(out, lock, resume=True)
         return 7
 
-    monkeypatch.setattr("experiments.sweep.train", second)
-    monkeypatch.setattr("experiments.sweep.prepare_devices", lambda *_: None)
+    monkeypatch.setattr("experiments.sweep.__main__.train", second)
+    monkeypatch.setattr("experiments.sweep.__main__.prepare_devices", lambda *_: None)
     assert main(["--config", "tiny", *spec.overrides, "--vary", "seed=0,1", "--out", str(out)]) == 7
     with RunLock(out, "--out") as lock, pytest.raises(FileExistsError, match="is not empty; continue that sweep"):
         claim(out, lock, resume=False)

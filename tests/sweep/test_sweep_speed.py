@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import sweep_speed as study
+from experiments.sweep import speed as study
 
 
 def row(case: str, way: str, alone: float) -> dict:

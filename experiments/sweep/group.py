@@ -24,7 +24,7 @@ from bampath.overrides import to_dict
 from bampath.runs import saved_state, write_config
 from bampath.startup import check_vocabulary
 from bampath.step import Report, TrainState, build_model, declare
-from experiments.sweep_plan import Group, Member
+from experiments.sweep.plan import Group, Member
 
 Row = dict[str, Any]
 

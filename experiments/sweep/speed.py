@@ -1,7 +1,7 @@
 """What a sweep saves: the same small models one by one, and as one program.
 
-    python -m experiments.sweep_speed                 about 15 minutes on 2 CPU cores
-    python -m experiments.sweep_speed --case tiny --way "spread over devices"        4 minutes; other rows stay
+    python -m experiments.sweep.speed                 about 15 minutes on 2 CPU cores
+    python -m experiments.sweep.speed --case tiny --way "spread over devices"        4 minutes; other rows stay
 
 Each case is a configuration with 8 seeds. Alone means 8 times the ordinary training command, one after the other, each
 with its own start and compilation; then the same again with --compile-cache, so that only the first one compiles. The
@@ -29,7 +29,7 @@ from bampath.evaluation.results import environment, write_results
 from bampath.metrics import read
 from experiments.tables import replace_between
 
-HERE = Path(__file__).with_name("sweep")
+HERE = Path(__file__).parent
 SEEDS = 8
 COMMON = ("--config", "tiny", "train.steps=200", "train.log_every=1", "train.save_every=100", "train.tensorboard=false")
 CASES: dict[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "dim 32, rows of 64": ("data.sequence_length=64", "data.batch_size=4", "model.dim=32", "model.heads=2"),
 }
 WAYS = {"spread over devices": (), "vmapped on one device": ("--devices", "1")}
-BEGIN, END = "<!-- speed: written by experiments.sweep_speed -->", "<!-- end of speed -->"
+BEGIN, END = "<!-- speed: written by experiments.sweep.speed -->", "<!-- end of speed -->"
 
 
 def timed(module: str, *arguments: str) -> dict[str, float]:
@@ -163,7 +163,7 @@ def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.sweep_speed",
+        prog="python -m experiments.sweep.speed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -31,7 +31,7 @@ from bampath.command import Stop
 from bampath.evaluation.results import environment, write_json, write_results
 from bampath.lock import NAME as LOCK
 from bampath.lock import RunLock, refuse_in_use
-from experiments.sweep_plan import INIT, SCHEDULE, SEEDS, Group, Spec, axis_of, member_of, plan, read_spec, spec_json
+from experiments.sweep.plan import INIT, SCHEDULE, SEEDS, Group, Spec, axis_of, member_of, plan, read_spec, spec_json
 
 SWEEPS = Path("runs/sweeps")
 PROGRAMS = "programs"
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(spec: Spec, groups: Sequence[Group], out: Path) -> int:
     """Train all groups that are not finished, and write what came out; returns the exit status."""
-    from experiments.sweep_group import run_group
-    from experiments.sweep_report import page, report, write_figures
+    from experiments.sweep.group import run_group
+    from experiments.sweep.report import page, report, write_figures
 
     stop = Stop()
     write_json(out / "sweep.json", spec_json(spec))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from bampath.analysis.figures import COLOURS, DASHES, MARKERS, save, style
 from bampath.metrics import read
-from experiments.sweep_plan import SEEDS, Group, Spec, spec_json
+from experiments.sweep.plan import SEEDS, Group, Spec, spec_json
 
 Row = dict[str, Any]
 
