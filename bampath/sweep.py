@@ -4,9 +4,9 @@ Members of a program differ in what enters it as an array: the parameters that t
 batches, their learning rates (a table over steps, whatever the schedule). Everything else is part of the program, so
 it must be the same for all of them; `same_program` compares what is lowered and says which key is to blame.
 
-Members may be spread over devices (`devices`), each of which vmaps its share. A device with one member runs the step
-as a run alone would, so its numbers are those of that run bit for bit; in a batch of several, products are summed in
-another order.
+Members may be spread over devices (`spread`), each of which vmaps its share. A device with one member runs the step as
+a run alone would, so its numbers are those of that run, bit for bit where the compiler makes the same choices for both;
+in a batch of several, products are summed in another order.
 """
 
 import re
