@@ -40,6 +40,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_MAY_BE_NULL = ("head_dim", "num_key_value_heads", "sliding_window")
+_COUNTS = (*_MAY_BE_NULL, "max_position_embeddings", "max_window_layers")
 _ROPE_NEEDS = {  # keys without which a rescaling means nothing
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -68,6 +70,10 @@ def model_config(config: Json, dtype: str | None = None, length: int | None = No
     for key in _SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise ConversionError(f"{key}={config.get(key)!r} must be a positive whole number")
+    for key in _COUNTS:
+        value = config.get(key, 1)
+        if not (value is None and key in _MAY_BE_NULL) and (type(value) is not int or value < 0):
+            raise ConversionError(f"{key}={value!r} must be a whole number")
     heads, width = config["num_attention_heads"], config["hidden_size"]
     if not config.get("head_dim") and width % heads:
         raise ConversionError(

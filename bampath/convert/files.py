@@ -41,10 +41,13 @@ class SafetensorsFolder:
         self._check_index(folder)
 
     def read(self, name: str) -> np.ndarray:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._where[name], framework="numpy") as file:
-            return file.get_tensor(name)
+        try:
+            with safe_open(self._where[name], framework="numpy") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
 
     def _check_index(self, folder: Path) -> None:
         for name, file in _index(folder).items():
@@ -55,7 +58,13 @@ class SafetensorsFolder:
 
 def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
-    return json.loads(path.read_text(encoding="utf-8"))["weight_map"] if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {name: file + "" for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} has no weight_map of files by tensor: {error!r}") from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -77,14 +86,15 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
             raise ConversionError(f"{path} is cut short: its {size} bytes do not hold its header")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            ends = {name: 8 + length + int(entry["data_offsets"][1]) for name, entry in header.items()}
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConversionError(f"{path} is not a safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][1]):
-        end = 8 + length + entry["data_offsets"][1]
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
         if end > size:
             raise ConversionError(f"{path} is cut short: tensor {name} ends at byte {end} of a file of {size}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
 
 
 def write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:

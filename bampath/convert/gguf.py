@@ -7,6 +7,7 @@ does to its rotations stands in these files as a tensor, rope_freqs, of one divi
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,11 +54,11 @@ def open_gguf(path: Path) -> tuple[Mapping[str, Any], "GgufTensors", Path | None
 
     try:
         reader = Reader(path)
+        keys = {name: field.contents() for name, field in reader.fields.items()}
     except ConversionError:
         raise
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConversionError(f"{path} cannot be read as GGUF: {error}") from None
-    keys = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(keys, {tensor.name: tensor for tensor in reader.tensors})
     return config, GgufTensors(reader, config), _tokenizer(keys)
 
@@ -190,8 +191,9 @@ def _tokenizer(keys: Mapping[str, Any]) -> Path | None:
     made.add_special_tokens(
         [AddedToken(w, special=True) for w, kind in zip(words, kinds, strict=True) if kind == control]
     )
-    text = made.to_str(pretty=False)
-    folder = Path(tempfile.gettempdir()) / f"bampath-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    text = json.dumps(json.loads(made.to_str(pretty=False)))
+    user = f"{os.getuid()}-" if hasattr(os, "getuid") else ""  # nobody else's files are written, or believed
+    folder = Path(tempfile.gettempdir()) / f"bampath-{user}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(json.loads(text)), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     return folder / "tokenizer.json"

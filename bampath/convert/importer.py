@@ -49,7 +49,10 @@ def import_model(
         raw, tensors, tokenizer = open_gguf(path)
     else:
         raw, tensors, tokenizer = _open_folder(path)
-    config = model_config(raw, dtype, length)
+    try:
+        config = model_config(raw, dtype, length)
+    except (TypeError, AttributeError) as error:
+        raise ConversionError(f"{path}: its configuration has a value of a wrong kind: {error}") from None
     params, kind = read_params(config, tensors, say)
     return Imported(config, params, tokenizer, kind)
 

@@ -265,3 +265,45 @@ def test_memory_is_the_parameters_and_one_tensor(tmp_path: Path) -> None:
     write = lambda: export_model(tmp_path / str(next(number)), config, params, shard_bytes=2 * largest)
     assert beyond(write) < 8 * largest
     assert beyond(lambda: import_model(tmp_path / "0")) < 8 * largest
+
+
+DAMAGE = [None, "abc", -1, 1.5, [], [1], {}, True, ""]
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-yarn-mscale", "llama3", "qwen2"])
+def test_no_value_of_a_configuration_is_answered_by_a_traceback(name: str, copy: Callable[[str], Path]) -> None:
+    folder = copy(name)
+    raw = json.loads((folder / "config.json").read_text())
+    inner = next((key for key in ("rope_parameters", "rope_scaling") if raw.get(key)), "rope_parameters")
+    changed = [raw | {key: value} for key in raw for value in DAMAGE]
+    changed += [raw | {inner: raw[inner] | {key: value}} for key in raw.get(inner, {}) for value in DAMAGE]
+    refused = 0
+    for config in changed:
+        (folder / "config.json").write_text(json.dumps(config))
+        try:
+            import_model(folder)
+        except ValueError:
+            refused += 1
+    assert refused > len(changed) // 3
+
+
+@pytest.mark.parametrize("value", [None, 1, "F8_E4M3", [1], {}, [0, 10**12]])
+@pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets"])
+def test_a_header_that_means_nothing_is_refused(key: str, value: Any, copy: Callable[[str], Path]) -> None:
+    path = copy("llama-tied-linear") / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"][key] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    with pytest.raises(ConversionError, match=r"model\.safetensors|model\.norm\.weight"):
+        import_model(path.parent)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_refused(text: str, copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"index\.json has no weight_map"):
+        import_model(folder)
