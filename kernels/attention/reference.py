@@ -52,18 +52,23 @@ def logits(call: Call) -> tuple[Array, Array]:
     return (r * (content + bias) if call.sharpen_prior else r * content + bias), seen
 
 
-def attend(call: Call) -> tuple[Array, Array]:
-    """(o [B, T, H, Dv], lse [B, T, H])."""
-    z, seen_BTS = logits(call)
-    seen = seen_BTS[:, None]
+def softmax_over(z: Array, seen: Array) -> tuple[Array, Array]:
+    """Softmax of logits z [B, H, T, S] over the keys that are seen, and lse [B, T, H]; 0 and −inf where none is."""
     top = jax.lax.stop_gradient(jnp.max(z, axis=-1, where=seen, initial=-jnp.inf, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, z, top) - top), 0)
     total = weights.sum(-1, keepdims=True)
     some = total > 0
     total = jnp.where(some, total, 1)
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
+    return weights / total, jnp.swapaxes(lse, 1, 2)
+
+
+def attend(call: Call) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], lse [B, T, H])."""
+    z, seen_BTS = logits(call)
+    weights, lse = softmax_over(z, seen_BTS[:, None])
     v = jnp.where(seen_BTS.any(1)[:, :, None, None], call.v.astype(z.dtype), 0)
     v = jnp.repeat(v, call.q.shape[2] // v.shape[2], axis=2)
-    o = jnp.einsum("bhts,bshd->bthd", weights / total, v)
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
-    return o.astype(call.q.dtype), jnp.swapaxes(lse, 1, 2)
+    o = jnp.einsum("bhts,bshd->bthd", weights, v)
+    return o.astype(call.q.dtype), lse

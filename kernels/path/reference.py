@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from kernels.attention.reference import softmax_over
 from kernels.path.call import PathCall
 
 Array = jax.Array
@@ -65,15 +66,8 @@ def logits(call: PathCall) -> Array:
 
 def attend(call: PathCall) -> tuple[Array, Array]:
     """(o [B, T, H, Dv], lse [B, T, H])."""
-    z, seen = logits(call), visibility(call)
-    top = jax.lax.stop_gradient(jnp.max(z, axis=-1, where=seen, initial=-jnp.inf, keepdims=True))
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, z, top) - top), 0)
-    total = weights.sum(-1, keepdims=True)
-    some = total > 0
-    total = jnp.where(some, total, 1)
+    weights, lse = softmax_over(logits(call), visibility(call))
     groups = call.q.shape[2] // call.v.shape[2]
     v = jnp.repeat(call.v.astype(call.wide), groups, axis=2)
-    o = jnp.einsum("bhts,bshd->bthd", weights / total, v, precision="highest")
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
-    return o.astype(call.q.dtype), jnp.swapaxes(lse, 1, 2)
+    o = jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+    return o.astype(call.q.dtype), lse
