@@ -1,6 +1,5 @@
 """The train step of a configuration, compiled for devices that are not here, and what its program says of itself."""
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from bampath.config import Config
 from bampath.sharding import make_mesh
 from bampath.sharding.rules import batch_sharding
 from bampath.step import abstract_state, build_model, declare, make_train_step, optimizer_of
+from kernels.attention.aot import prepare_environment
 from launch.chips import DoesNotFit
 from launch.hlo import Collective, collectives
 
@@ -38,14 +38,6 @@ class Program:
     compile_seconds: float
     cpu_seconds: float = 0.0
     quick: bool = False
-
-
-def prepare_environment() -> None:
-    """Tell libtpu that there is no TPU to ask; before its first use in the process."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def topology_devices(topology: str) -> list[Any]:
