@@ -209,7 +209,7 @@ class Study:
                     for job in startable(self.jobs):
                         self.say(f"{job.cell.name}: its turn, {preparing} prepare")
                         job.go()
-                self._give_up(now)
+                self._give_up()
                 if now > self.seconds:
                     break
                 time.sleep(0.05)
@@ -266,7 +266,7 @@ class Study:
         runs = {name: env for name, env in {**self.runs, self.stamp: self.env}.items() if name in used}
         write_results(self.out, self.env, self.kept, runs=runs)
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self) -> None:
         for job in self.jobs:
             if job.busy and job.started is not None and time.monotonic() - job.started > TURN:
                 self.say(f"{job.cell.name}: given up after {TURN:g} s")
