@@ -1,5 +1,6 @@
 """How a command ends, and where it may write."""
 
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ def fail_gracefully(main: Callable[[Sequence[str]], object], argv: Sequence[str]
     finite is status 1; Ctrl-C is 130, after the line `stopped` (how to go on, say). Any other exception is a mistake of
     this code: its traceback, and status 1.
     """
+    print_anywhere()
     try:
         main(argv)
     except (ValueError, OSError, ImportError) as error:
@@ -26,6 +28,12 @@ def fail_gracefully(main: Callable[[Sequence[str]], object], argv: Sequence[str]
         _end(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         _end(f"\n{stopped}", INTERRUPTED)
+
+
+def print_anywhere() -> None:
+    """Print what the output's encoding lacks (× and – in ASCII) as an escape, instead of ending the command for it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Stop:

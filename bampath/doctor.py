@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bampath.command import print_anywhere
 from bampath.flops import peak_flops
 from bampath.positions.registry import parse
 from bampath.positions.slots import Geometry
@@ -275,4 +276,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

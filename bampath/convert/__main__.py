@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bampath.command import print_anywhere
+
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
 
@@ -152,4 +154,5 @@ def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

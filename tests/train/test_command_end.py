@@ -66,6 +66,13 @@ def test_what_signals_did_comes_back_after_an_interrupt_that_was_waited_for(caps
     assert "interrupt again to stop at once" in capsys.readouterr().err
 
 
+def test_an_output_that_lacks_a_letter_does_not_end_a_command():
+    code = "from bampath.command import fail_gracefully; fail_gracefully(lambda argv: print('8 × 128 – ü'), [])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "8 \\xd7 128 \\u2013 \\xfc\n"), done.stderr
+
+
 def test_what_launch_compile_cannot_know_is_refused_without_jax():
     code = """
 import sys
