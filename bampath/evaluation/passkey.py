@@ -268,14 +268,16 @@ def _judge(prompt: Prompt, logits: np.ndarray) -> Sample:
 
 
 def line(result: PasskeyResult, train_length: int) -> str:
-    """One line for a person: length, hits, interval, and a mark per depth from the beginning to the end."""
+    """One line for a person: length, hits, interval, and a mark per depth from the beginning to the end. Where even the
+    shortest prompt is longer than what was asked for, its length is shown."""
     marks = "".join("■" if sample.correct else "·" for sample in result.samples)
     low, high = result.interval
-    times = f"{result.length / train_length:g}x"
     longest = max(sample.prompt.prompt_tokens for sample in result.samples)
-    longer = f"  (no prompt is that short: up to {longest:,} tokens)" if longest > result.length else ""
+    shown = max(longest, result.length)
+    times = f"{shown / train_length:{'.3g' if shown > result.length else 'g'}}x"
+    longer = f"  (asked for {result.length:,}: no prompt is that short)" if shown > result.length else ""
     return (
-        f"{result.length:>8,} {times:>6}  {result.correct:>3}/{len(result.samples)}  {result.accuracy:6.1%} "
+        f"{shown:>8,} {times:>6}  {result.correct:>3}/{len(result.samples)}  {result.accuracy:6.1%} "
         f"[{low:4.0%}, {high:4.0%}]  digits {result.token_accuracy:6.1%}  {marks}{longer}"
     )
 

@@ -98,7 +98,17 @@ def _score_tables(rows: Sequence[Row]) -> list[str]:
     heads = ["task", *(short_number(n) for n in lengths)] if lengths else ["task", "score"]
     labels = sorted({f"{name}={row[name]}" for row in rows for name in _LABELS if name in row})
     note = [f"Material: {', '.join(labels)}. Numbers on other material do not compare."] if labels else []
-    return [table(heads, body), *note]
+    return [table(heads, body), *note, *too_long(rows)]
+
+
+def too_long(rows: Sequence[Row]) -> list[str]:
+    """A sentence if there are prompts that are longer than their length says: passkeys' have a shortest one."""
+    longer = sorted({row["length"] for row in rows if row.get("length") and row.get("tokens", 0) > row["length"]})
+    if not longer:
+        return []
+    tokens = max(row["tokens"] for row in rows if row.get("length") in longer)
+    lengths = ", ".join(f"{length:,}" for length in longer)
+    return [f"No prompt is as short as {lengths}: those have up to {tokens:,} tokens."]
 
 
 def _perplexity_table(rows: Sequence[Row]) -> list[str]:

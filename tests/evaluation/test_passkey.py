@@ -125,7 +125,8 @@ def test_scores_need_every_digit():
     assert "no prompt is that short" not in line(result, 128)
     (short,) = evaluate(Oracle(WORDS.vocab_size), WORDS, [0])
     longest = max(sample.prompt.prompt_tokens for sample in short.samples)
-    assert line(short, 128).endswith(f"(no prompt is that short: up to {longest} tokens)")
+    assert line(short, 128).split()[:2] == [str(longest), f"{longest / 128:.3g}x"]
+    assert line(short, 128).endswith("(asked for 0: no prompt is that short)")
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 300, 10**6])

@@ -192,3 +192,12 @@ def test_the_documentation_names_commands_and_options_that_exist():
             parser = import_module(f"bampath.evaluation.{name}").parser()
         for option in re.findall(r"--[\w-]+", rest):
             assert option in parser._option_string_actions, f"{name} {option}"
+
+
+def test_the_page_says_which_prompts_are_longer_than_their_length():
+    row = {"benchmark": "passkey", "length": 32, "tokens": 243, "samples": 2}
+    row |= {"accuracy": 0.0, "lower": 0.0, "upper": 0.66}
+    env = {"date": "", "device": "", "platform": "", "jax": "", "commit": ""}
+    text = page(env, [row, {**row, "length": 512, "tokens": 500}], {}, [])
+    assert "No prompt is as short as 32: those have up to 243 tokens." in text
+    assert "No prompt" not in page(env, [{**row, "length": 512}], {}, [])
