@@ -1,1 +1,1 @@
-"""Runs on many machines: what is checked before they start."""
+"""Runs on machines that are not here: compiled for them, started there, and kept going. docs/scaling.md."""

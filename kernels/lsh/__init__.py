@@ -1,0 +1,1 @@
+"""Attention under random block-diagonal masks (positional LSH). `api` is the entry; docs/lsh.md."""
