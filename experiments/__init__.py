@@ -1,0 +1,1 @@
+"""Studies, a folder each, and the command that trains (`experiments.train`)."""

@@ -1,1 +1,1 @@
-"""Attention kernels, a folder per operation. Nothing here imports bampath; docs/architecture.md says how they are cut."""
+"""Attention kernels, a folder per operation; docs/architecture.md says how they are cut. Nothing imports bampath."""

@@ -1,0 +1,1 @@
+"""How fast does text become shards, and shards batches?"""

@@ -1,0 +1,1 @@
+"""What is ALiBi made of random blocks worth?"""

@@ -1,1 +1,1 @@
-"""Softmax attention with distance priors, gates and sharpness. `api` is the entry; docs/kernels.md, docs/kernels_tpu.md."""
+"""Softmax attention with distance priors, gates and sharpness. `api` is the entry; docs/kernels.md."""
