@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def spans_of(tokens: Any, starts: np.ndarray, counts: np.ndarray) -> list[np.nda
 
 
 class ShardWriter:
-    """Writes the tokens of documents into records of BLOCK tokens. Closed with `finish`, or thrown away."""
+    """Writes the tokens of documents into records of BLOCK tokens. Closed with `finish`, or thrown away. OSError names
+    the file if it cannot be written."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -147,21 +149,35 @@ class ShardWriter:
     def _write(self, block: np.ndarray) -> None:
         data = block.astype(self._dtype).tobytes()
         self._digest.update(data)
-        self._writer.write(data)
+        with _failures(self._path):
+            self._writer.write(data)
 
     def finish(self) -> dict[str, Any]:
         """Write what is left, and the lengths beside the shard; counts and checksums."""
         if len(self._rest):
             self._write(self._rest)
-        self._writer.close()
         lengths = np.asarray(self._lengths, "<u4")
-        lengths.tofile(self._path.with_suffix(".lengths"))
+        with _failures(self._path):
+            self._writer.close()
+            lengths.tofile(self._path.with_suffix(".lengths"))
         return {
             "documents": len(lengths),
             "tokens": int(lengths.sum(dtype=np.int64)),
             "digest": self._digest.hexdigest(),
             "files": {path.name: file_facts(path) for path in (self._path, self._path.with_suffix(".lengths"))},
         }
+
+
+@contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    """A write that failed as OSError with the file's name: ArrayRecord raises RuntimeError, numpy has no name."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise OSError(
+            f"{path} could not be written: {str(error).split(';')[0]}. Finished units stay: when there is room, the "
+            "same command goes on from there"
+        ) from error
 
 
 def file_facts(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -371,3 +372,16 @@ def test_making_a_unit_twice_at_the_same_time_does_no_harm(text: Path, made: Pat
     make_unit(config_of(text), folder, 1)
     assert time.monotonic() - start < 20
     assert contents(folder) == contents(made)
+
+
+def test_a_shard_that_finds_no_room_is_named_and_made_when_there_is_some(text: Path, tmp_path: Path):
+    folder = tmp_path / "full" / "set"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"array_record could not be written: .*File too large.*same command"):
+            build(config_of(text), folder, workers=1, shard_bytes=10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (folder / "dataset.json").exists()
+    assert build(config_of(text), folder, workers=1, shard_bytes=10**6)["parts"]["train"]["documents"] > 0
