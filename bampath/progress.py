@@ -1,5 +1,6 @@
 """What a person watches: a bar in a terminal, plain lines everywhere else; tokens per second, MFU, loss, time left."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,14 +56,23 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=step, text=text, refresh=True)
         else:
             left = f"  {duration((self._steps - step) * seconds_per_step)} left" if seconds_per_step else ""
-            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}", file=self._out, flush=True)
+            self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}")
 
     def say(self, text: str) -> None:
         """A message, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """A line, for whoever reads: when nobody does any more (`| head`), the run goes on, as its numbers are kept."""
+        try:
             print(text, file=self._out, flush=True)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._out.fileno())
+            os.close(nowhere)
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -333,6 +335,21 @@ def test_killed_anywhere_it_continues_bit_for_bit(home: Path, whole: Path) -> No
     other = plan(home / "teacher", [word.replace("stage1.lr=0.02", "stage1.lr=0.03") for word in words])
     with pytest.raises(ValueError, match=r"stages.stage1.config.optim.lr was 0.02, now 0.03"):
         distill(other, out, resume=True, log=log)
+
+
+def test_an_interrupted_command_asks_the_stage_to_save(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def interrupted(found: Any, out: Path, *, resume: bool, should_stop: Any) -> None:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert should_stop()
+
+    monkeypatch.setattr("bampath.convert.distill.distill", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["distill", str(home / "teacher"), "position=nope", "--out", str(tmp_path / "out")]) == 143
+    assert "the same command with --resume goes on" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

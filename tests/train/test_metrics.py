@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 
 import jax.numpy as jnp
 import pytest
@@ -176,6 +177,17 @@ def test_a_board_that_cannot_be_written_is_named_and_keeps_nobody_waiting(tmp_pa
             writer.write("train", 2, {"loss": 1.0})
         writer.write("train", 3, {"loss": 1.0})  # it has ended: nothing waits, nothing is written
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more():
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "w") as out, Progress(9, out) as shown:
+        shown.show(1, {"loss": 2.0}, None)
+        assert os.read(read_end, 100) == b"step 1/9  loss 2.0000\n"
+        os.close(read_end)
+        for step in (2, 3):
+            shown.show(step, {"loss": 2.0}, None)
+        shown.say("done")
 
 
 def test_a_step_that_is_no_number_is_no_record(tmp_path):
