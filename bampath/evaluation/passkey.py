@@ -203,11 +203,6 @@ class Prompts:
         raise ValueError(f"the tokenizer {self.tokenizer.name} does not keep the digits of {key!r}")
 
 
-def make_prompts(task: PasskeyTask, tokenizer: Tokenizer, length: int) -> list[Prompt]:
-    """The samples of one nominal length, `task.samples` of them. See `Prompts`."""
-    return Prompts(task, tokenizer).make(length)
-
-
 def evaluate(
     reader: Reader,
     tokenizer: Tokenizer,

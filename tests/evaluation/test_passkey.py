@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bampath.data import ByteTokenizer
 from bampath.evaluation.command import parse_lengths
-from bampath.evaluation.passkey import PAPER_LENGTHS, PasskeyTask, answer, evaluate, line, make_prompts
+from bampath.evaluation.passkey import PAPER_LENGTHS, PasskeyTask, Prompts, answer, evaluate, line
 from tests.evaluation.fakes import Guesser, Oracle, WordTokenizer
 
 WORDS = WordTokenizer()
@@ -21,7 +21,7 @@ def test_golden_prompt():
     )
     task += "about the important information there."
     noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    prompt = make_prompts(PasskeyTask(samples=3), WORDS, TASK + 2 * NOISE + INFO + QUERY)[1]
+    prompt = Prompts(PasskeyTask(samples=3), WORDS).make(TASK + 2 * NOISE + INFO + QUERY)[1]
     key = prompt.key
     info = f"The pass key is {key}. Remember it. {key} is the pass key."
     pieces = [task, noise, info, noise, "What is the pass key? The pass key is", f" {key}"]
@@ -36,14 +36,14 @@ def test_golden_prompt():
 @settings(max_examples=30, deadline=None)
 def test_length_is_the_largest_that_fits(length, seed):
     fixed = TASK + INFO + QUERY
-    for prompt in make_prompts(PasskeyTask(seed=seed), WORDS, length):
+    for prompt in Prompts(PasskeyTask(seed=seed), WORDS).make(length):
         assert prompt.prompt_tokens == fixed + NOISE * max(0, (length - fixed) // NOISE)
         assert prompt.prompt_tokens <= max(length, fixed)
         assert 10_000 <= int(prompt.key) <= 99_999
 
 
 def test_needle_stands_at_every_equidistant_depth():
-    prompts = make_prompts(PasskeyTask(), WORDS, 4096)
+    prompts = Prompts(PasskeyTask(), WORDS).make(4096)
     slots = prompts[0].slots
     assert [p.slot for p in prompts] == [int(x) for x in np.floor(np.linspace(0, slots, 20) + 1e-9)]
     needle = WORDS.encode("The pass key is ")
@@ -56,24 +56,24 @@ def test_needle_stands_at_every_equidistant_depth():
 
 
 def test_other_depths():
-    slots = lambda depth: {p.slot for p in make_prompts(PasskeyTask(depth=depth, samples=300), WORDS, 400)}
+    slots = lambda depth: {p.slot for p in Prompts(PasskeyTask(depth=depth, samples=300), WORDS).make(400)}
     assert slots("beginning") == {0}
     assert slots("end") == {(400 - TASK - INFO - QUERY) // NOISE}
     assert slots("random") == set(range((400 - TASK - INFO - QUERY) // NOISE + 1))
 
 
 def test_samples_are_a_function_of_seed_and_length():
-    same = lambda **options: [p.tokens.tolist() for p in make_prompts(PasskeyTask(**options), WORDS, 500)]
+    same = lambda **options: [p.tokens.tolist() for p in Prompts(PasskeyTask(**options), WORDS).make(500)]
     assert same() == same()
     assert same() != same(seed=1)
-    assert same()[:5] == [p.tokens.tolist() for p in make_prompts(PasskeyTask(), WORDS, 500)][:5]
-    keys = [p.key for p in make_prompts(PasskeyTask(), WORDS, 500)]
+    assert same()[:5] == [p.tokens.tolist() for p in Prompts(PasskeyTask(), WORDS).make(500)][:5]
+    keys = [p.key for p in Prompts(PasskeyTask(), WORDS).make(500)]
     assert len(set(keys)) == len(keys)
-    assert keys != [p.key for p in make_prompts(PasskeyTask(), WORDS, 501)]
+    assert keys != [p.key for p in Prompts(PasskeyTask(), WORDS).make(501)]
 
 
 def test_given_digits_are_not_scored():
-    prompt = make_prompts(PasskeyTask(digits=5, prefix_digits=1), WORDS, 200)[0]
+    prompt = Prompts(PasskeyTask(digits=5, prefix_digits=1), WORDS).make(200)[0]
     assert len(prompt.key) == 6
     assert prompt.scored == 5
     assert WORDS.decode(prompt.tokens[-5:]).replace(" ", "") == prompt.key[1:]
@@ -81,19 +81,19 @@ def test_given_digits_are_not_scored():
 
 def test_digits_that_share_tokens():
     pairs = WordTokenizer(group=2)
-    assert make_prompts(PasskeyTask(digits=5), pairs, 200)[0].scored == 3
+    assert Prompts(PasskeyTask(digits=5), pairs).make(200)[0].scored == 3
     with pytest.raises(ValueError, match="prefix_digits"):
-        make_prompts(PasskeyTask(digits=5, prefix_digits=1), pairs, 200)
-    assert make_prompts(PasskeyTask(digits=4, prefix_digits=2), pairs, 200)[0].scored == 2
+        Prompts(PasskeyTask(digits=5, prefix_digits=1), pairs).make(200)
+    assert Prompts(PasskeyTask(digits=4, prefix_digits=2), pairs).make(200)[0].scored == 2
 
 
 def test_bos_and_bytes():
-    prompt = make_prompts(PasskeyTask(bos=True), ByteTokenizer(), 600)[0]
+    prompt = Prompts(PasskeyTask(bos=True), ByteTokenizer()).make(600)[0]
     assert prompt.tokens[0] == ByteTokenizer.bos_id
     assert bytes(prompt.tokens[-6:].tolist()).decode() == f" {prompt.key}"
     assert prompt.scored == 5
     with pytest.raises(ValueError, match="BOS"):
-        make_prompts(PasskeyTask(bos=True), WORDS, 600)
+        Prompts(PasskeyTask(bos=True), WORDS).make(600)
 
 
 def test_an_oracle_scores_everything_and_a_guesser_about_nothing():
@@ -132,7 +132,7 @@ def test_scores_need_every_digit():
 @pytest.mark.parametrize("batch_tokens", [1, 300, 10**6])
 def test_batches_of_any_size_say_the_same_and_have_one_shape(batch_tokens):
     oracle = Oracle(WORDS.vocab_size)
-    samples = answer(oracle, make_prompts(PasskeyTask(samples=7), WORDS, 200), batch_tokens)
+    samples = answer(oracle, Prompts(PasskeyTask(samples=7), WORDS).make(200), batch_tokens)
     assert [s.correct for s in samples] == [True] * 7
     assert len(oracle.shapes) == 1
 
