@@ -11,7 +11,6 @@ from experiments.tables import replace_between, table
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 MARKS = ("<!-- multi gpu -->", "<!-- end of multi gpu -->")
 Row = dict[str, Any]
-FIRST_TOLERANCE, TOLERANCE = 1e-3, 2e-2  # nats: of the first loss, and of the next ones in bfloat16
 
 
 def write_tables(results: Path, page: Path = PAGE) -> None:
