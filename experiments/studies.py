@@ -5,9 +5,12 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from bampath.lock import RunLock
 
 
 def folder_of(options: argparse.Namespace, runs: Path) -> Path:
@@ -65,6 +68,15 @@ def refuse_alike(cells: Iterable[tuple[str, str]]) -> None:
             what = "is given twice" if seen[folder] == name else f"and {seen[folder]} would share the folder {folder}"
             raise ValueError(f"{name} {what}: leave one of them out")
         seen[folder] = name
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Make the folder of a study and keep it to this process. InUseError if another one is working there."""
+    out.mkdir(parents=True, exist_ok=True)
+    with RunLock(out, "--out") as lock:
+        lock.take()
+        yield
 
 
 def publish(out: Path, here: Path, results: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.bam_h200.config import MIXES, SIZES, Cell
-from experiments.studies import folder_of, refuse_alike, refuse_counts
+from experiments.studies import alone, folder_of, refuse_alike, refuse_counts
 
 RUNS = Path("runs/bam_h200")
 
@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from experiments.bam_h200.schedule import run_cells
 
     out = folder_of(options, RUNS)
-    materials, jobs = prepare(options, cells, out)
-    run_cells(cells, materials, jobs, options)
+    with alone(out):
+        materials, jobs = prepare(options, cells, out)
+        run_cells(cells, materials, jobs, options)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

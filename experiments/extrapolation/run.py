@@ -21,7 +21,7 @@ from typing import Any
 from bampath.command import fail_gracefully
 from bampath.config import Config
 from experiments.extrapolation.config import SIZES, Study, slug
-from experiments.studies import refuse_alike
+from experiments.studies import alone, refuse_alike
 
 HERE = Path(__file__).parent
 FRONT = HERE.parent.parent / "README.md"
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         study.config(scheme, options.first_seed)
     refuse_alike((f"the scheme {scheme}", slug(scheme)) for scheme in study.schemes)
     out = folder_of(options)
-    results = run_study(study, seeds, out)
+    with alone(out):
+        results = run_study(study, seeds, out)
     if options.publish:
         publish(out, results)
 

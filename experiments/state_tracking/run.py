@@ -22,7 +22,7 @@ from typing import Any
 
 from bampath.command import fail_gracefully
 from experiments.state_tracking.config import SIZES, Study, Trial, slug
-from experiments.studies import folder_of, publish, refuse_alike, refuse_counts
+from experiments.studies import alone, folder_of, publish, refuse_alike, refuse_counts
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/state_tracking")
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     refuse_alike((f"--seeds {seed}", str(seed)) for seed in study.seeds)
     out = folder_of(options, RUNS)
-    results = run_study(study, out, options.minutes, options.together)
+    with alone(out):
+        results = run_study(study, out, options.minutes, options.together)
     if options.publish:
         publish(out, HERE, results)
 

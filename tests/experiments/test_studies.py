@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from bampath.lock import InUseError
 from experiments.bam_h200 import run as bam
 from experiments.extrapolation import run as extrapolation
 from experiments.multi_gpu import run as multi_gpu
 from experiments.positional_lsh import run as lsh
 from experiments.positional_lsh import train as lsh_train
 from experiments.state_tracking import run as state
-from experiments.studies import refuse_alike, refuse_counts, rows_of_cell
+from experiments.studies import alone, refuse_alike, refuse_counts, rows_of_cell
 
 
 def test_a_cell_is_read_only_if_it_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
@@ -39,6 +40,16 @@ def test_cells_that_would_share_a_folder_are_refused() -> None:
         refuse_alike([("fox(bias=5)", "fox-bias-5"), ("fox(bias=-5)", "fox-bias-5")])
     with pytest.raises(ValueError, match="rope is given twice"):
         refuse_alike([("rope", "rope"), ("rope", "rope")])
+
+
+def test_a_second_process_in_the_folder_of_a_study_is_refused(tmp_path: Path) -> None:
+    with alone(tmp_path / "study"):
+        arguments = ["--out", str(tmp_path / "study"), "--schemes", "rope"]
+        for main in (extrapolation.main, state.main):
+            with pytest.raises(InUseError, match=r"study is being written by process .*choose another --out"):
+                main(arguments)
+    with alone(tmp_path / "study"):
+        pass
 
 
 def test_numbers_that_are_none() -> None:
