@@ -294,6 +294,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command: print each prompt with its continuation."""
     args = parser().parse_args(argv)
+    for name in ("max_new_tokens", "chunk"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     loaded = load(args.checkpoint, args.tokenizer, **({"dtype": args.dtype} if args.dtype else {}))
     prompts = [encode_prompt(loaded, text) for text in args.prompt]

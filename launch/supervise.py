@@ -68,8 +68,12 @@ class Supervisor:
     ) -> None:
         if not command:
             raise ValueError("there is no command to run; write it after --")
-        if processes < 1 or restarts < 0:
-            raise ValueError(f"processes={processes} must be at least 1 and restarts={restarts} at least 0")
+        if processes < 1:
+            raise ValueError(f"processes={processes} must be at least 1")
+        if restarts < 0:
+            raise ValueError(f"--max-restarts {restarts} must be at least 0")
+        if logs.exists() and not logs.is_dir():
+            raise ValueError(f"--logs {logs} is a file, must be a folder")
         self.command, self.logs, self.processes, self.restarts = list(command), logs, processes, restarts
         self.patience, self.pause = patience, pause
         self.stopped_by = 0

@@ -265,8 +265,12 @@ def test_verdicts():
 def test_a_wrong_command_line_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["--logs", str(tmp_path)]) == 2
     assert main(["--logs", str(tmp_path), "--processes", "0", "--", "true"]) == 2
+    assert main(["--logs", str(tmp_path), "--max-restarts", "-1", "--", "true"]) == 2
+    assert main(["--logs", __file__, "--", "true"]) == 2
     assert main(["--logs", str(tmp_path), "--", "no-such-program-here"]) == 2
     said = capsys.readouterr().err
+    assert "--max-restarts -1 must be at least 0" in said
+    assert f"--logs {__file__} is a file, must be a folder" in said
     assert "there is no command to run; write it after --" in said
     assert "processes=0 must be at least 1" in said
     assert "no-such-program-here" in said
