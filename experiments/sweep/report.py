@@ -45,8 +45,8 @@ def page(rows: Sequence[Row], spec: Spec, groups: Sequence[Group], env: dict[str
         "",
         *(f"![{Path(name).stem}]({name})" for name in figures),
         "",
-        "Each run is a folder: `python -m bampath.inspect members/NAME`, "
-        "`python -m experiments.train --resume --run-dir members/NAME`.",
+        "Each run is a folder in `members` beside this file: `python -m bampath.inspect OUT/members/NAME`, "
+        "`python -m experiments.train --resume --run-dir OUT/members/NAME`, with OUT this file's folder.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -30,7 +30,8 @@ def option_table(part) -> str:
 
 
 def test_every_part_has_its_section_in_registry_order():
-    assert list(SECTIONS) == list(PARTS)
+    wanted = f"docs/schemes.md needs the sections {' '.join(PARTS)}, in this order"
+    assert list(SECTIONS) == list(PARTS), wanted
 
 
 @pytest.mark.parametrize("name", list(PARTS))
@@ -49,22 +50,22 @@ def test_options(name):
 def test_facts(name):
     section = SECTIONS[name]
     for fact in ("Parameters", "Cost", "Source", "Test"):
-        assert f"\n- {fact}: " in section, fact
+        assert f"\n- {fact}: " in section, f"the section {name} of docs/schemes.md has no line '- {fact}: …'"
     spec = f"{name}(512)" if name == "window" else name
     part = next(part for part in parse(spec).at(0).parts if name == part.NAME)
     count = sum(int(np.prod(p.shape)) for p in part.parameters(GEOMETRY).values())
     documented = re.search(r"\n- Parameters: `(.*?)`", section)[1]
     assert eval(documented, {"__builtins__": {}}, NAMES) == count
     for path in re.findall(r"`(tests/\S+\.py)`", section):
-        assert (ROOT / path).exists(), path
-        assert name in (ROOT / path).read_text().lower()
+        assert (ROOT / path).exists(), f"docs/schemes.md, {name}: there is no {path}"
+        assert name in (ROOT / path).read_text().lower(), f"docs/schemes.md, {name}: {path} does not mention it"
 
 
 def test_slot_table_names_every_part():
     table = TEXT[: TEXT.index("Order does not matter")]
     for name, part in PARTS.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| {part.SLOT}"))
-        assert f"`{name}`" in row
+        assert f"`{name}`" in row, f"put `{name}` into docs/schemes.md's table of slots, row {part.SLOT}"
 
 
 def test_every_spec_in_backticks_parses():
