@@ -86,7 +86,7 @@ def path_attention(
 
     Returns:
       o [B, T, H, Dv] in q's dtype, or (o, lse). A padding query gives o = 0 and gradients exactly 0. What is stored at
-      padding does not matter, NaN included.
+      padding does not matter, NaN included. Differentiable once, in reverse mode; a second time with "reference".
 
     Raises:
       ValueError or TypeError that names the argument, its value and what would be right.

@@ -89,6 +89,8 @@ def test_values_of_unseen_keys_do_not_matter(backend: str, name: str, poison: fl
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_has_no_gradient_to_later_tokens_or_other_documents(backend: str) -> None:
     diff, _ = support.draw(DOCUMENTS, 0, np.float32)
+    # Weights of the farthest keys must not underflow: what is 0 then has another reason.
+    diff["log_gates"], diff["params"]["alpha"] = diff["log_gates"] / 10, diff["params"]["alpha"] - 3
     fixed = documents([np.arange(30) // 30, np.arange(30) // 13])  # one document, and three
     for t in (0, 13, 22, 29):
         here = jnp.zeros((2, 30, 2)).at[:, t].set(1)
