@@ -72,9 +72,10 @@ def _nothing_found(pattern: str, path: Path, suffixes: tuple[str, ...], kind: st
         return f"{which}the glob {pattern} matches no {', '.join(suffixes)} file{hint}"
     if kind:
         return f"{which}{pattern} is no file, folder or glob"
-    near = difflib.get_close_matches(pattern, ["sotu", "fineweb:", "tfds:"], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(pattern, ["sotu", "fineweb:", "fineweb-edu:", "shards:", "tfds:"], n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"source={pattern!r} is no file, folder or glob{hint}; named sources are sotu, fineweb:PATH, tfds:NAME"
+    named = "named sources are sotu, fineweb:PATH, fineweb-edu:PATH, shards:FOLDER, tfds:NAME"
+    return f"source={pattern!r} is no file, folder or glob{hint}; {named}"
 
 
 def _files_source(spec: str, files: list[Path], options: ReadOptions) -> Source:

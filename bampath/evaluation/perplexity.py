@@ -161,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = {"case": loaded.config.model.position, "checkpoint": str(loaded.path), "step": loaded.step}
     for row in (records := result.rows(**facts)):
         span = f"{row['start']:,} to {row['end']:,}"
-        print(f"{span:>20}  perplexity {row['perplexity']:9.3f} [{row['lower']:.3f}, {row['upper']:.3f}]")
+        band = f"[{row['lower']:.3f}, {row['upper']:.3f}]" if len(rows) > 1 else "(no interval from one row)"
+        print(f"{span:>20}  perplexity {row['perplexity']:9.3f} {band}")
     print(f"all {result.tokens:,} tokens: loss {result.mean_loss:.4f}, perplexity {math.exp(result.mean_loss):.3f}")
     if args.out:
         write_results(Path(args.out), environment(), records)

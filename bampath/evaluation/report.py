@@ -1,5 +1,6 @@
 """Results of a session: JSON, a Markdown page and figures beside it."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ def write(path: Path, env: dict[str, Any], rows: Sequence[Row], train_length: in
 def show(row: Row) -> str:
     """One line for a terminal."""
     if row["benchmark"] == "state":
-        return f"{row['task']:>24} {row['test']:<16} error {row['error']:8.4%} [{row['lower']:.4%}, {row['upper']:.4%}]"
+        asked = "" if row["trained"] else "  (never trained on it)"
+        wrong = f"{row['error']:8.4%} [{row['lower']:.4%}, {row['upper']:.4%}]"
+        return f"{row['task']:>24} {row['test']:<16} error {wrong}{asked}"
     if row["benchmark"] == "short":
         return (
             f"{row['task']:>24} {row['metric']:<16} {row['value']:.4f} ± {row['stderr'] or 0:.4f}  n = {row['samples']}"
@@ -113,7 +116,11 @@ def too_long(rows: Sequence[Row]) -> list[str]:
 
 def _perplexity_table(rows: Sequence[Row]) -> list[str]:
     body = [
-        [f"{row['start']:,} to {row['end']:,}", f"{row['perplexity']:.3f} [{row['lower']:.3f}, {row['upper']:.3f}]"]
+        [
+            f"{row['start']:,} to {row['end']:,}",
+            f"{row['perplexity']:.3f}"
+            + (f" [{row['lower']:.3f}, {row['upper']:.3f}]" if math.isfinite(row["lower"]) else ""),
+        ]
         for row in rows
     ]
     return [table(["positions", "perplexity"], body)]
@@ -129,7 +136,10 @@ def _state_table(rows: Sequence[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    return [table(["test", "wrong answers", "rows without one", "rows"], body)]
+    untrained = (
+        [] if all(row["trained"] for row in rows) else ["The model was never trained on this: it reads it as text."]
+    )
+    return [table(["test", "wrong answers", "rows without one", "rows"], body), *untrained]
 
 
 def _short_table(rows: Sequence[Row]) -> list[str]:

@@ -192,5 +192,5 @@ def command(benchmark: Benchmark, description: str | None, argv: Sequence[str] |
     args = parser.parse_args(argv)
     reason = benchmark.missing(args)
     if reason is not None:
-        raise ValueError(f"{benchmark.NAME} {reason}")
+        raise ValueError(f"{benchmark.NAME}: {reason}")
     run_benchmarks(open_session(args), [benchmark], args)

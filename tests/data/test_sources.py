@@ -177,7 +177,9 @@ def test_folders_and_globs_are_read_in_a_fixed_order(tmp_path: Path):
 def test_missing_files_and_unknown_specs(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"source='stou' is no file, folder or glob \(did you mean sotu\?\)"):
         open_source("stou")
-    with pytest.raises(FileNotFoundError, match=r"named sources are sotu, fineweb:PATH, tfds:NAME"):
+    with pytest.raises(
+        FileNotFoundError, match=r"named sources are sotu, fineweb:PATH, fineweb-edu:PATH, shards:FOLDER, tfds:NAME"
+    ):
         open_source(str(tmp_path / "missing.txt"))
     with pytest.raises(FileNotFoundError, match=r"the glob .*\*\.txt matches no"):
         open_source(f"{tmp_path}/*.txt")

@@ -104,6 +104,7 @@ def test_a_model_of_text_takes_the_state_suite(home, capsys):
     suites.main([str(home / "run"), "--suite", "state", "--samples", "64", "--state-task", "fflm(pairs=40)"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
     assert [line.split()[1] for line in lines] == ["in-distribution", "sparse", "dense"]
+    assert all(line.endswith("(never trained on it)") for line in lines)
 
 
 def test_what_a_command_misses_is_said(home, monkeypatch):
