@@ -98,6 +98,12 @@ def check_grids(widths: Any, offsets: Any, heads: int) -> None:
         raise ValueError(f"widths has shape {widths.shape}: there must be at least one sample")
 
 
+def plain(grid: Any) -> Array:
+    """A grid as int32 or float32, in which all arithmetic on it is done; no gradient goes to it."""
+    floating = jnp.issubdtype(grid.dtype, jnp.floating)
+    return lax.stop_gradient(jnp.asarray(grid, jnp.float32 if floating else jnp.int32))
+
+
 def documents_of(segments: Array) -> tuple[Array, Array]:
     """(first, after) of a `Call`; a document is a run of equal ids, and padding has negative ones."""
     length = segments.shape[1]
@@ -140,8 +146,8 @@ def make_call(
         q=jnp.asarray(q, dtype),
         k=jnp.asarray(k, dtype),
         v=jnp.asarray(v, dtype),
-        widths=lax.stop_gradient(jnp.asarray(widths)),
-        offsets=lax.stop_gradient(jnp.asarray(offsets)),
+        widths=plain(widths),
+        offsets=plain(offsets),
         first=first,
         after=after,
         causal=check_flag("causal", causal),

@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 
 from kernels.attention.checks import check_array, check_scale
-from kernels.lsh.call import Combine, check_combine, check_grids
+from kernels.lsh.call import Combine, check_combine, check_grids, plain
 from kernels.lsh.grids import blocks_at
 
 Array = jax.Array
@@ -60,6 +60,7 @@ def lsh_extend(
     check_array("q", q, {"B": None, "T": None, "H": None, "D": None})
     batch, length, heads, dim = q.shape
     check_grids(widths, offsets, heads)
+    widths, offsets = plain(widths), plain(offsets)
     check_array("positions", positions, {"B": batch, "T": length}, "integer")
     keys, values = jnp.concatenate([ring.k, k], 1), jnp.concatenate([ring.v, v], 1)
     at_key = jnp.concatenate([ring.positions, jnp.where(mask, positions, -1)], 1)

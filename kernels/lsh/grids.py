@@ -47,21 +47,21 @@ def sample_grids(key: Array, sigma: Any, samples: int, *, law: Law = "integer") 
         return jnp.broadcast_to(widths[:, None], shape), jnp.zeros(shape, jnp.int32)
     if law == "continuous":
         # No block is shorter than a token: any width up to 1 means the same mask, and would overflow a hash.
-        widths = jnp.maximum(1.0, sigma[:, None] * jax.random.gamma(for_width, 2.0, shape))
-        return widths, -jax.random.uniform(for_offset, shape) * widths
+        widths = jnp.maximum(1.0, sigma[:, None] * jax.random.gamma(for_width, 2.0, shape, jnp.float32))
+        return widths, -jax.random.uniform(for_offset, shape, jnp.float32) * widths
     if law == "stratified":
-        place = (jnp.arange(samples)[None, :] + jax.random.uniform(for_width, shape)) / samples
+        place = (jnp.arange(samples)[None, :] + jax.random.uniform(for_width, shape, jnp.float32)) / samples
         widths = width_quantile(sigma[:, None], 1 - place)
     else:
         pairs = 2 if law == "antithetic" else 1
-        drawn = jax.random.exponential(for_width, (2, shape[0], samples // pairs))
+        drawn = jax.random.exponential(for_width, (2, shape[0], samples // pairs), jnp.float32)
         geometric = 1 + jnp.floor(sigma[None, :, None] * drawn).astype(jnp.int32)
-        widths = jnp.repeat(geometric.sum(0) - 1, pairs, axis=1)
+        widths = jnp.repeat(geometric.sum(0, dtype=jnp.int32) - 1, pairs, axis=1)
     if law == "antithetic":
-        first = jax.random.randint(for_offset, (shape[0], samples // 2), 0, widths[:, ::2])
+        first = jax.random.randint(for_offset, (shape[0], samples // 2), 0, widths[:, ::2], jnp.int32)
         shifted = (first + widths[:, ::2] // 2) % widths[:, ::2]
         return widths, jnp.stack([first, shifted], axis=2).reshape(shape)
-    return widths, jax.random.randint(for_offset, shape, 0, widths)
+    return widths, jax.random.randint(for_offset, shape, 0, widths, jnp.int32)
 
 
 def width_tail(sigma: Any, n: Any) -> Array:

@@ -106,6 +106,16 @@ def test_blockwise_is_the_definition(combine: Any, causal: bool, segments: bool,
         np.testing.assert_allclose(getattr(dgot, name), dwant[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.float64])
+def test_grids_of_any_width_serve_in_double_precision(kind: Any) -> None:
+    with x64():
+        arrays = jax.tree.map(lambda x: x.astype(jnp.float64), draw(0))
+        wide = dict(zip(("widths", "offsets"), (np.asarray(x, kind) for x in grids(2)), strict=True))
+        got, want = (lsh_attention(**arrays, **wide, implementation=name) for name in ("xla", "reference"))
+        np.testing.assert_allclose(got, want, atol=1e-12)
+        np.testing.assert_allclose(want, lsh_attention(**draw(0), widths=grids(2)[0], offsets=grids(2)[1]), atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_and_the_chosen_backend(dtype: str) -> None:
     arrays = {n: x.astype(dtype) for n, x in draw(4, length=200).items()}

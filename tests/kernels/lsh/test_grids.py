@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.lsh.grids import LAWS, blocks_at, floor_divide, sample_grids, width_quantile, width_tail
+from tests.helpers import x64
 
 DRAWS = 20_000
 
@@ -64,6 +65,17 @@ def test_the_mean_mask_is_alibi(law: Any) -> None:
     z = (mean - want) / jnp.maximum(jnp.maximum(error, if_independent), 1e-4)
     assert float(jnp.abs(z).max()) < 5  # 4.7 is the largest of 200 keys and these laws
     assert float((z**2).mean()) < 4  # 3.3
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_double_precision_draws_the_same_grids(law: Any) -> None:
+    draw = lambda: sample_grids(jax.random.key(6), jnp.asarray([0.7, 30.0]), 4, law=law)
+    want = draw()
+    with x64():
+        got = draw()
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_stratified_widths_vary_less() -> None:
