@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT  # exit statuses
 
@@ -28,6 +28,16 @@ def fail_gracefully(main: Callable[[Sequence[str]], object], argv: Sequence[str]
         _end(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         _end(f"\n{stopped}", INTERRUPTED)
+
+
+def end_with_status(main: Callable[[], int]) -> NoReturn:
+    """Run a `main` that gives its exit status, and end with it; with 130 and a line where Ctrl-C comes before `main`
+    looks after it."""
+    print_anywhere()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        _end("\nstopped", INTERRUPTED)
 
 
 def print_anywhere() -> None:
@@ -76,6 +86,6 @@ def file_to_write(path: str | Path, option: str) -> Path:
     return path
 
 
-def _end(line: str, status: int) -> None:
+def _end(line: str, status: int) -> NoReturn:
     print(line, file=sys.stderr)
     sys.exit(status)

@@ -7,7 +7,6 @@ Exit status: 0 all is well, 1 a check failed, 2 a wrong command line.
 
 import argparse
 import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bampath.command import print_anywhere
+from bampath.command import end_with_status
 from bampath.flops import peak_flops
 from bampath.positions.registry import parse
 from bampath.positions.slots import Geometry
@@ -276,5 +275,4 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

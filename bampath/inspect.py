@@ -18,7 +18,7 @@ from typing import Any
 
 from bampath import checkpoint
 from bampath.checkpoint import ArrayInfo, Info
-from bampath.command import print_anywhere
+from bampath.command import end_with_status
 from bampath.config import Config, describe, from_json
 from bampath.overrides import flat
 
@@ -229,5 +229,4 @@ def _size(size: float) -> str:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

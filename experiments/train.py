@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bampath import config as configs
-from bampath.command import Stop, print_anywhere
+from bampath.command import Stop, end_with_status
 from bampath.config import Config
 from bampath.watch import LOST
 
@@ -226,5 +226,4 @@ def _wants_help(arguments: Sequence[str] | None) -> bool:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

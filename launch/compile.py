@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bampath import config as configs
-from bampath.command import file_to_write, print_anywhere
+from bampath.command import end_with_status, file_to_write
 from bampath.config import Config, MeshConfig
 from bampath.overrides import override, to_dict
 from launch.chips import GIB, Chip, DoesNotFit, chip_of, chips_in
@@ -306,5 +306,4 @@ def with_rows(config: Config, rows_per_device: int) -> Config:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

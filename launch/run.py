@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bampath import config as configs
-from bampath.command import print_anywhere
+from bampath.command import end_with_status
 from bampath.config import Config
 from launch.needs import paths, refuse_missing
 from launch.plan import call, check_name, execute, run_name, script
@@ -214,5 +214,4 @@ def _flag(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bampath.command import print_anywhere
+from bampath.command import end_with_status
 
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
@@ -154,5 +154,4 @@ def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bampath import config as configs
-from bampath.command import Stop, print_anywhere
+from bampath.command import Stop, end_with_status
 from bampath.evaluation.results import environment, write_json, write_results
 from bampath.lock import NAME as LOCK
 from bampath.lock import RunLock, refuse_in_use
@@ -224,5 +224,4 @@ def describe(spec: Spec, groups: Sequence[Group], out: Path) -> str:
 
 
 if __name__ == "__main__":
-    print_anywhere()
-    sys.exit(main())
+    end_with_status(main)

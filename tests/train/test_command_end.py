@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bampath.command import Stop, fail_gracefully, file_to_write
+from bampath.command import Stop, end_with_status, fail_gracefully, file_to_write
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,18 @@ def test_an_output_that_lacks_a_letter_does_not_end_a_command():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8 \\xd7 128 \\u2013 \\xfc\n"), done.stderr
+
+
+def test_an_interrupt_before_a_command_looks_after_it_is_a_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        end_with_status(main)
+    assert (end.value.code, capsys.readouterr().err) == (130, "\nstopped\n")
+    with pytest.raises(SystemExit) as end:
+        end_with_status(lambda: 3)
+    assert end.value.code == 3
 
 
 def test_what_launch_compile_cannot_know_is_refused_without_jax():
