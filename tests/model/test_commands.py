@@ -86,7 +86,7 @@ def test_text_is_continued_greedily_and_as_it_comes(alone: Path, capsys: pytest.
     generate.main([str(alone), "--prompt", "the sun", "--prompt", "old", "--max-new-tokens", "3"])
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if line.startswith(("the sun", "old"))] == [shown[0], shown[2]]
-    with pytest.raises(ValueError, match="max_new_tokens"):
+    with pytest.raises(ValueError, match="--max-new-tokens -1 must be at least 1"):
         generate.main([str(alone), "--prompt", "the sun", "--max-new-tokens", "-1"])
     assert capsys.readouterr().out == ""
 
