@@ -188,6 +188,13 @@ def run_part(parts: dict[str, Callable[[], Any]], name: str) -> None:
     print("DONE", flush=True)
 
 
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    """End a benchmark where nothing can be timed, before it replaces results of a GPU. JAX is not asked: the process
+    that starts the others must not hold a GPU's memory."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not shutil.which("nvidia-smi"):
+        parser.error("times are those of an NVIDIA GPU, and this machine has none (neither /dev/nvidia0 nor nvidia-smi)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
@@ -209,6 +216,7 @@ def main() -> None:
         block = tables(json.loads(RESULTS.read_text()))
         DOCS.write_text(f"{before}<!-- results -->\n{block}\n<!-- end of results -->{after}")
     else:
+        need_gpu(parser)
         wanted = args.parts.split(",") if args.parts else None
         raise SystemExit(1 if run_all(args.out, args.commit, wanted, args.limit) else 0)
 

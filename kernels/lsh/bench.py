@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernels.attention.bench import environment
+from kernels.attention.bench import environment, need_gpu
 
 RESULTS = Path(__file__).with_name("results.json")
 DOCS = Path(__file__).parents[2] / "docs" / "lsh.md"
@@ -181,6 +181,7 @@ def main() -> None:
     else:
         from kernels.lsh.bench_parts import PARTS
 
+        need_gpu(parser)
         names = [name for name in PARTS if name.split()[0] in args.parts.split(",")]
         raise SystemExit(1 if run_all(args.out, args.commit, names, args.limit, args.missing) else 0)
 

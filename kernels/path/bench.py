@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernels.attention.bench import environment
+from kernels.attention.bench import environment, need_gpu
 from kernels.path.bench_parts import CHECK_PARTS
 from kernels.path.bench_tables import DOCS, RESULTS, tables
 from kernels.path.shapes import BENCHMARK
@@ -164,6 +164,7 @@ def main() -> None:
         kinds = args.parts.split(",")
         if unknown := set(kinds) - set(KINDS):
             parser.error(f"--parts {args.parts}: {', '.join(sorted(unknown))} is not one of {', '.join(KINDS)}")
+        need_gpu(parser)
         sys.exit(0 if run_all(args.out, args.commit, kinds, args.seconds, args.prepare) else 1)
     before, rest = DOCS.read_text().split("<!-- results -->\n")
     after = rest.split("\n<!-- end of results -->")[1]
