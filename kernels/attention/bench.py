@@ -192,7 +192,7 @@ def need_gpu(parser: argparse.ArgumentParser) -> None:
     """End a benchmark where nothing can be timed, before it replaces results of a GPU. JAX is not asked: the process
     that starts the others must not hold a GPU's memory."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not shutil.which("nvidia-smi"):
-        parser.error("times are those of an NVIDIA GPU, and this machine has none (neither /dev/nvidia0 nor nvidia-smi)")
+        parser.error("times are those of an NVIDIA GPU, and here is none (neither /dev/nvidia0 nor nvidia-smi)")
 
 
 def main() -> None:
