@@ -23,6 +23,8 @@ def folder_of(options: argparse.Namespace, runs: Path) -> Path:
     out = options.out or runs / time.strftime("%Y%m%d-%H%M%S")
     if not options.resume and (out / "cells").exists():
         raise ValueError(f"{out} holds a study already: continue it with --resume, or choose another --out")
+    if not options.resume and (out / "checkpoints").exists():
+        raise ValueError(f"{out} holds a run of experiments.train, not a study: choose another --out")
     return Path(out).absolute()
 
 

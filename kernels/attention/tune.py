@@ -183,6 +183,7 @@ def main() -> None:
     if args.part:
         bench.run_part(PARTS, args.part)
         return
+    bench.need_gpu(parser)
     names = [name for name in PARTS if name.split()[0] in args.backend.split(",")]
     rows = [row for _, found in bench.run_parts(names, "tune", 360) for row in found]
     if args.out:
