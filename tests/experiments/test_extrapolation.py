@@ -224,7 +224,7 @@ def test_command_line(tmp_path):
     assert study.config("rope", 3).train.seed == 3
     assert run.folder_of(options) == tmp_path
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="holds a run of experiments.train"):
+    with pytest.raises(ValueError, match="holds a run"):
         run.folder_of(options)
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "cells").mkdir()
