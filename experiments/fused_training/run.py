@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results.json", help="where the results go")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
+    if args.out == HERE / "results.json" and jax.default_backend() != "gpu":
+        parser.error(f"the results beside this file are a GPU's, and here is a {jax.default_backend()}: give --out")
     rows = compare(args.steps)
     args.out.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
     for row in rows:

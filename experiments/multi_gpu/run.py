@@ -335,6 +335,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.dry_run:
         print("\n".join(f"{cell.name:<55} {cell.flags}" for cell in wanted))
         return
+    if options.platform == "cpu" and options.out == RESULTS:
+        raise ValueError(f"--platform cpu needs --out: rows of a rehearsal do not belong into {RESULTS.name}")
     options.out = file_to_write(options.out, "--out")
     failed = Study(wanted, gpus, options.out, options.seconds, options.platform).run(options.patience)
     if failed:
