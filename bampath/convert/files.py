@@ -109,7 +109,11 @@ def write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], s
     def flush() -> None:
         if held:
             shards.append(list(held))
-            save_file(held, folder / f"part-{len(shards):05d}", metadata={"format": "pt"})
+            part = folder / f"part-{len(shards):05d}"
+            part.touch()
+            mode = part.stat().st_mode  # as the user's other files; safetensors' own is the owner's alone
+            save_file(held, part, metadata={"format": "pt"})
+            part.chmod(mode)
             held.clear()
 
     for name, array in tensors:

@@ -26,6 +26,7 @@ from typing import Any
 from bampath.command import fail_gracefully, file_to_write
 from bampath.config import Config, get
 from experiments.studies import read_kept, refuse_counts
+from kernels.attention.bench import need_gpu
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "speed.json"
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     cells = [cell for cell in CELLS if cell.shape.name in options.shapes and cell.what in options.cases]
     refuse_counts(options)
+    if options.out == RESULTS:
+        need_gpu(parser)
     run(cells, file_to_write(options.out, "--out"), options.minutes)
 
 

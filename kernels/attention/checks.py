@@ -58,6 +58,8 @@ def check_scale(scale: Any, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
     try:
+        if isinstance(scale, str | bool):
+            raise TypeError
         value = float(scale)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(

@@ -98,6 +98,7 @@ def test_the_command_makes_runs_that_other_commands_read(imported: Path, tmp_pat
     assert load(tmp_path / "path").config.model.position == "path+fox"
     assert main(["export", str(imported), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1  # whoever reads one reads all
     assert main(["export", str(tmp_path / "path"), str(tmp_path / "no")]) == 2
     assert "path+fox" in capsys.readouterr().err
 

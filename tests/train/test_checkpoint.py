@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +36,6 @@ def save(run, *steps, keep=2, keep_every=0, **options):
             saver.save(step, *model(seed=step, **options), FACTS)
 
 
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 def test_restored_is_what_was_saved_even_if_the_arrays_were_donated_at_once(tmp_path):
     params, state = model(seed=5)
     want = jax.tree.map(np.array, (params, state))
@@ -48,9 +44,9 @@ def test_restored_is_what_was_saved_even_if_the_arrays_were_donated_at_once(tmp_
         overwrite = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 - 1, t), donate_argnums=0)
         overwrite(overwrite(params))
     like = jax.eval_shape(lambda: model(seed=5))
-    assert_same(checkpoint.restore(tmp_path, *like), want)
-    assert_same(checkpoint.read_params(tmp_path), want[0])
-    assert_same(checkpoint.read_params(tmp_path, like=like[0]), want[0])
+    chex.assert_trees_all_equal(checkpoint.restore(tmp_path, *like), want)
+    chex.assert_trees_all_equal(checkpoint.read_params(tmp_path), want[0])
+    chex.assert_trees_all_equal(checkpoint.read_params(tmp_path, like=like[0]), want[0])
 
 
 def test_info_tells_everything_without_reading_an_array(tmp_path):
@@ -74,7 +70,9 @@ def test_only_the_arrays_asked_for_are_read(tmp_path):
     save(tmp_path, 5)
     found = checkpoint.read_params(tmp_path, only=lambda name: "/position/" in name)
     assert set(found["layer_0"]["attention"]) == {"position"}
-    assert_same(found["layer_1"]["attention"]["position"], model(seed=5)[0]["layer_1"]["attention"]["position"])
+    chex.assert_trees_all_equal(
+        found["layer_1"]["attention"]["position"], model(seed=5)[0]["layer_1"]["attention"]["position"]
+    )
     assert checkpoint.read_params(tmp_path, only=lambda name: False) == {}
 
 
@@ -133,7 +131,7 @@ def test_a_copy_elsewhere_can_be_read_by_its_own_path(tmp_path):
     save(tmp_path / "run", 10)
     shutil.copytree(tmp_path / "run/checkpoints/00000010", tmp_path / "best")
     assert checkpoint.describe(tmp_path / "best").step == 10
-    assert_same(checkpoint.read_params(tmp_path / "best"), model(seed=10)[0])
+    chex.assert_trees_all_equal(checkpoint.read_params(tmp_path / "best"), model(seed=10)[0])
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window float": (arrays(window=2.5), TypeError, "window must be a Python int .* got 2.5"),
     "window bool": (arrays(window=True), TypeError, "window must be a Python int .* got True"),
     "scale": (arrays(scale="big"), TypeError, "scale must be a Python float .* got 'big'"),
+    "scale text": (arrays(scale="0.5"), TypeError, "scale must be a Python float .* got '0.5'"),
+    "scale bool": (arrays(scale=True), TypeError, "scale must be a Python float .* got True"),
     "scale nan": (arrays(scale=float("nan")), ValueError, "scale=nan must be finite"),
     "implementation": (
         arrays(implementation="cuda"),

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,8 +125,7 @@ def test_prior_and_sharpness_causal_the_same_bits_twice() -> None:
     problem = Problem(prior="ggd", sharpness=True)
     check(problem)
     first, second = (problem.run("pallas_tpu") for _ in range(2))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(first, second)
 
 
 def test_gates_segments_and_sharpness_of_content_alone(two_passes: None) -> None:

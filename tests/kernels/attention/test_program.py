@@ -4,6 +4,7 @@ import functools
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +75,7 @@ def test_calls_outside_jit_compile_once() -> None:
 def test_two_runs_agree_bit_for_bit() -> None:
     diff = inputs(Shape(2, 300, 2, 8))
     first, second = grads(diff, {}), grads(diff, {})
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    chex.assert_trees_all_equal(first, second)
 
 
 def test_vmap_over_calls_and_over_parameters() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,8 +201,7 @@ def test_two_runs_give_the_same_bits() -> None:
     arrays = draw(LONG, 0, dtype=np.float32, sharpness=False)
     run = compiled_gradients(Options(), Plan(2, 192, 48))
     first, second = (run(arrays, None, *cotangents(arrays)) for _ in range(2))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(first, second)
 
 
 @pytest.mark.slow
