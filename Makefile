@@ -28,8 +28,9 @@ $(VENV)/.dev: requirements-dev.txt requirements.txt $(VENV)/.run
 demo: $(VENV)/.run
 	$(BIN)/python -m experiments.extrapolation.run
 
+# A file stays with one worker: its tests share compiled programs and trained models, which two would make twice.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not aot and not processes" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not aot and not processes" -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu and not aot and not processes" -n 2
