@@ -83,7 +83,13 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "side"), [("alibi", "right"), ("bam+ssmax", "left"), ("fox+bam", "left"), ("rope+window(3)", "right")]
+    ("spec", "side"),
+    [
+        pytest.param("alibi", "right", marks=pytest.mark.slow),
+        pytest.param("bam+ssmax", "left", marks=pytest.mark.slow),
+        ("fox+bam", "left"),
+        ("rope+window(3)", "right"),
+    ],
 )
 def test_prefill_gives_the_state_of_each_last_token(spec: str, side: str) -> None:
     """Also of a second part of each row, which begins behind the padding of the first."""
