@@ -5,7 +5,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ def read_kept(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or delete it to have it made again") from None
+
+
+def calls_of(file: dict[str, Any], part: str, taken: Sequence[str]) -> list[dict[str, Any]]:
+    """The environments that wrote what is `taken` of a results file, each with its share under `part`: the file's own,
+    or those of the calls merged in it."""
+    every = file.get("runs") or [file["env"]]
+    found = [{**env, part: [name for name in taken if name in env.get(part, taken)]} for env in every]
+    return [run for run in found if run[part]]
 
 
 def rows_of_cell(path: Path, identity: Any) -> list[dict[str, Any]] | None:

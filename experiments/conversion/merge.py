@@ -6,7 +6,6 @@ A case that is in several files is taken from the last of them, all its stages t
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from bampath.evaluation.results import write_results
 from experiments.conversion.config import cases_of
 from experiments.conversion.report import write_report
 from experiments.conversion.run import HERE
-from experiments.studies import publish
+from experiments.studies import calls_of, publish, read_kept
 
 STAGES = ("stage1", "stage2", "stage3")
 
@@ -37,17 +36,10 @@ def merge(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = [
         row for case in cases if case.name in last for row in files[last[case.name]]["rows"] if row["case"] == case.name
     ]
-    runs = [run for file, names in zip(files, taken, strict=True) for run in _runs(file, names)]
+    runs = [run for file, names in zip(files, taken, strict=True) for run in calls_of(file, "cases", names)]
     ends = {(row["case"], row["after"]) for row in rows if row["benchmark"] == "passkey"}
     done = all((case.name, STAGES[-1] if case.trained else "untrained") in ends for case in cases)
     return {"env": files[-1]["env"], "runs": runs, "study": {**study, "complete": done}, "rows": rows}
-
-
-def _runs(file: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Which environments wrote a file's rows of these cases: its own, or those of the calls merged in it."""
-    every = file.get("runs") or [file["env"]]
-    found = [{**env, "cases": [name for name in names if name in env.get("cases", names)]} for env in every]
-    return [run for run in found if run["cases"]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--publish", action="store_true", help="copy results, report and figures beside this script")
     options = parser.parse_args(argv)
-    made = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.files])
+    made = merge([read_kept(path) for path in options.files])
     options.folder.mkdir(parents=True, exist_ok=True)
     write_results(options.folder / "results.json", made["env"], made["rows"], runs=made["runs"], study=made["study"])
     print(write_report(options.folder, made))

@@ -17,7 +17,7 @@ from bampath.evaluation.results import write_results
 from experiments.state_tracking.config import SIZES, Study
 from experiments.state_tracking.report import describe, write_report
 from experiments.state_tracking.run import HERE, cells_of
-from experiments.studies import publish, read_kept
+from experiments.studies import calls_of, publish, read_kept
 
 Row = dict[str, Any]
 
@@ -51,17 +51,10 @@ def merge(study: Study, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
         missing += not own_rows
         if own_rows and cell.trial.task not in used[number]:
             used[number].append(cell.trial.task)
-    runs = [run for file, tasks in zip(files, used, strict=True) for run in _runs(file, tasks)]
+    runs = [run for file, tasks in zip(files, used, strict=True) for run in calls_of(file, "tasks", tasks)]
     total = lambda name: round(sum(file["study"][name] for file in files), 1)
     times = {name: total(name) for name in ("seconds_of_this_call", "cpu_seconds_of_this_call")}
     return {"env": files[-1]["env"], "runs": runs, "study": {**wanted, "complete": not missing, **times}, "rows": rows}
-
-
-def _runs(file: dict[str, Any], tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """Which environments wrote a file's rows of `tasks`: its own, or those of the calls merged in it."""
-    every = file.get("runs") or [file["env"]]
-    found = [{**env, "tasks": [task for task in tasks if task in env.get("tasks", tasks)]} for env in every]
-    return [run for run in found if run["tasks"]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
