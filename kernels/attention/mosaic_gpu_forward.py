@@ -37,7 +37,7 @@ from kernels.attention.mosaic_gpu_spec import (
 )
 
 Array = jax.Array
-ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments")
+ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments", "lse_before")
 COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "k_near", "kv_segments")
 
 
@@ -48,7 +48,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     arrays: q, k, v; with a prior `table` [copies, H, L], divided by the scale; with sharpness `factor` [B, H, padded T]
     (sharpness · scale · log2 e), `negative` int32 [1] (is any of it below 0) and, if it leaves the prior alone, `gain`
     (1 / sharpness), shaped alike; with gates `q_gate_hi`, `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H,
-    padded S]; with segments `q_segments`, `kv_segments` [B, padded length] and `bounds` (`segment_bounds`).
+    padded S]; with segments `q_segments`, `kv_segments` [B, padded length] and `bounds` (`segment_bounds`); to go on
+    from other keys `o_before` [B, T, H, D], T a multiple of the tiles' rows, and `lse_before` [B, H, padded T], as this
+    function returns them.
     """
     near = near_gates(spec, tiles, arrays, "k", -1)
     if near is not None:
@@ -114,6 +116,11 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             plgpu.copy_gmem_to_smem(inputs["q"].at[batch, here, head], q_smem, bar["q"].at[wg])
             for n in row_names:
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
+            if "o_before" in inputs:
+                # Straight to registers, while the first tiles are on their way: there is no room for it beside them.
+                load: Any = plgpu.load
+                before = load(inputs["o_before"].at[batch, here, head], layout=plgpu.Layout.WGMMA, optimized=False)
+                before = before.astype(jnp.float32)
             plgpu.barrier_wait(bar["q"].at[wg])
             row = {n: read(buf[n].at[wg], ROW) for n in row_names}
             gain = (row["gain"], 0) if "gain" in row else None
@@ -213,6 +220,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             pl.when(wg == 1)(take_turn)
             m0 = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
             carry: Any = (zeros(64, d), m0, zeros(64))
+            if "o_before" in inputs:
+                m0 = row["lse_before"]
+                carry = (before, m0, jnp.where(m0 > -jnp.inf, jnp.float32(1), jnp.float32(0)))
             if spec.window is not None or spec.segments:
                 carry = run(start, full_start, carry, True)
             carry = run(full_start, full_stop, carry, False)

@@ -2,7 +2,7 @@
 
 Three kinds of kernels: blocks of 128 tokens (`gpu_keys.py`, `gpu_blocks.py`), moves of queries and keys by products of
 blocks (`gpu_moves.py`), and between blocks plain flash attention, with the kernels of `kernels.attention`
-(`gpu_levels.py`). The parts of a row's softmax are joined by their log-sum-exp. The backward pass (`gpu_backward.py`)
+(`gpu_levels.py`). Each part of a row's softmax goes on from the one before it. The backward pass (`gpu_backward.py`)
 uses the log-sum-exp of the whole row in every part, so no part's output is kept between the passes.
 """
 
@@ -218,20 +218,6 @@ def _climb(options: PathOptions, x: Leaves, k: Array, chains: Any, queries: list
     return [Climb(*chain, *rest) for chain, *rest in zip(chains, queries, carried, some, strict=False)]
 
 
-def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Softmax over the union of the parts' keys, from each part's o [B, T, H, D] and lse [B, T, H]."""
-    top = parts[0][1]
-    for _, lse in parts[1:]:
-        top = jnp.maximum(top, lse)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = [jnp.exp(lse - top) for _, lse in parts]
-    total: Any = sum(weights)
-    some = total > 0
-    safe = jnp.where(some, total, 1)
-    o: Any = sum((w / safe)[..., None] * o.astype(jnp.float32) for w, (o, _) in zip(weights, parts, strict=True))
-    return o.astype(parts[0][0].dtype), jnp.where(some, top + jnp.log(safe), -jnp.inf)
-
-
 def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
     from kernels.path import gpu_levels
@@ -244,11 +230,11 @@ def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
         for level, (_, _, left) in zip(levels[:-1], chains, strict=False)
     ]
     own = block_queries(options.block, block_inputs(options, x), keys, moves)
-    parts: list[tuple[Array, Array]] = [(own["o"], own["lse"].swapaxes(1, 2))]
+    o, lse = own["o"], own["lse"].swapaxes(1, 2)
     steps = _climb(options, x, keys["k16"], chains, own["queries"], keep)
     for level, step in zip(levels, steps, strict=True):
-        parts.append(gpu_levels.level_forward(options.attention, level_inputs(x), level, step.q, step.carried))
-    o, lse = _merge(parts)
+        before = (o, lse)
+        o, lse = gpu_levels.level_forward(options.attention, level_inputs(x), level, step.q, step.carried, before)
     return (o, lse), keys, steps
 
 

@@ -95,8 +95,11 @@ def _options(options: Options, level: Level) -> Options:
     return replace(options, lengths=(level.parent, level.parent), tiles=(forward, queries, keys))
 
 
-def level_forward(options: Options, x: Leaves, level: Level, q: Array, keys: Array) -> tuple[Array, Array]:
-    """(o [B, T, H, Dv], natural lse [B, T, H]); o = 0 and lse = −inf in first children.
+def level_forward(
+    options: Options, x: Leaves, level: Level, q: Array, keys: Array, before: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """(o [B, T, H, Dv], natural lse [B, T, H]) of the keys of this level and of those before, of which `before` is the
+    same.
 
     x: v, params, sharpness, gates (hi, lo of queries and of keys) and segments of whole rows, as in `call.PathCall`.
     """
@@ -110,6 +113,8 @@ def level_forward(options: Options, x: Leaves, level: Level, q: Array, keys: Arr
     table = fused.prior_table(options, spec, leaves)
     if table is not None:
         arrays["table"] = fused.copies_of(table, tiles).transpose(1, 0, 2)
+    o, lse = (_parents(part, level) for part in before)
+    arrays |= {"o_before": o, "lse_before": fused.lines(lse * LOG2E, spec.padded_queries, -jnp.inf)}
     out, lse = forward(spec, tiles, arrays)
     natural = lse[:, :, : level.parent].transpose(0, 2, 1) * math.log(2.0)
     return out.reshape(x["v"].shape[0], -1, *out.shape[2:]), natural.reshape(x["v"].shape[0], -1, spec.heads)

@@ -60,7 +60,16 @@ def forward(spec: Any, tiles: Any, arrays: Arrays) -> tuple[Any, Any]:
         v = per_query_head(spec, arrays["v"][:, : a * size])
         o.append(jnp.einsum("bhts,bshd->bthd", p / total[..., None], v))
         lse.append(jnp.where(p.sum(-1) > 0, top + jnp.log2(total), -jnp.inf))
-    return jnp.concatenate(o, 1).astype(spec.dtype), padded(lse, spec.padded_queries)
+    joined = merged(arrays, jnp.concatenate(o, 1), padded(lse, spec.padded_queries))
+    return joined[0].astype(spec.dtype), joined[1]
+
+
+def merged(arrays: Arrays, o: Any, lse: Any) -> tuple[Any, Any]:
+    """With the keys before: o [N, T, H, D], base-2 lse [N, H, padded T]."""
+    before = arrays["lse_before"]
+    total = jnp.logaddexp2(lse, before)
+    weight = lambda x: jnp.where(x == -jnp.inf, 0, jnp.exp2(x - total))[:, :, : o.shape[1]].swapaxes(1, 2)[..., None]
+    return weight(lse) * o + weight(before) * arrays["o_before"].astype(jnp.float32), total
 
 
 def gradients(spec: Any, arrays: Arrays, a: int) -> tuple[Any, Any, Any, Any]:
