@@ -167,10 +167,12 @@ def level_inputs(x: Leaves) -> Leaves:
     return {n: x[n] for n in ("v", "params", "sharpness", "segments")} | {"gates": gates}
 
 
-def _keys(options: PathOptions, x: Leaves) -> dict[str, Array]:
-    from kernels.path.gpu_keys import block_keys
+def _keys(options: PathOptions, x: Leaves, keep: bool) -> dict[str, Array]:
+    from kernels.path import gpu_keys, mosaic_keys
 
-    return block_keys(x["k"], x["w"], betas(x), interpret=options.interpret)
+    if x["k"].shape[3] == mosaic_keys.DIM and not options.interpret:
+        return mosaic_keys.block_keys(x["k"], x["w"], betas(x), keep=keep)
+    return gpu_keys.block_keys(x["k"], x["w"], betas(x), interpret=options.interpret)
 
 
 def betas(x: Leaves) -> Array:
@@ -223,7 +225,7 @@ def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     from kernels.path import gpu_levels
     from kernels.path.gpu_blocks import block_queries
 
-    keys = _keys(options, x)
+    keys = _keys(options, x, keep)
     chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels
     moves = [
         (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))

@@ -1,0 +1,70 @@
+"""The Mosaic kernels of PaTH in the GPU interpreter, against the Triton kernels that they stand for and float64.
+
+The interpreter has no products of operands in registers: `_product` is replaced by one that reads its references.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.path.transport import block_span
+from tests.helpers import relative_rms, x64
+
+pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the GPU interpreter needs jax >= 0.11.2")
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Parameters of the interpreter, which looks for races as well."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from kernels.path import mosaic_keys
+
+    def product(shape: tuple[int, int], *terms: tuple[Any, Any]) -> Any:
+        total = jnp.zeros(shape, jnp.float32)
+        for a, b in terms:
+            total = total + jnp.matmul(a[...], b[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # what the tensor cores read needs no fence
+        return total
+
+    monkeypatch.setattr(mosaic_keys, "_product", product)
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def races() -> bool:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [None, 0.0, 0.01], ids=["random", "repeated", "nearly repeated"])
+def test_keys_of_a_block(interpreter: Any, same: float | None) -> None:
+    """Everything that a block's keys leave behind, at beta = 1.99, as the Triton kernels make it; keys and the product
+    against float64."""
+    from kernels.path import gpu_keys, mosaic_keys
+
+    rng = np.random.default_rng(0)
+    k, w = rng.normal(size=(2, 1, 256, 2, 128)).astype(np.float32)
+    w = w if same is None else w[:, :1] + same * w
+    w = (w / np.linalg.norm(w, axis=-1, keepdims=True)).astype(np.float32)
+    beta = np.full((1, 2, 256), 1.99, np.float32)
+    given = jnp.asarray(k, jnp.bfloat16), jnp.asarray(w), jnp.asarray(beta)
+    keep = same is None
+    got = mosaic_keys.block_keys(*given, keep=keep, interpret=interpreter)
+    assert not races()
+    want = gpu_keys.block_keys(*given, interpret=True)
+    want = {n: x for n, x in want.items() if keep or n not in ("x16", "x_low")}
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].shape == x.shape
+        if not name.endswith("low"):  # of parts that are small because the others are close
+            assert relative_rms(got[name], x) < 2e-4, name
+    with x64():
+        wide = lambda x: jnp.asarray(np.asarray(x, np.float64)[0, 128:, 1])
+        exact = block_span(wide(given[0])[None], wide(given[0]), wide(w), jnp.asarray(beta[0, 1, 128:], jnp.float64))
+    assert relative_rms(got["p16"][0, 1, 1].astype(jnp.float32) + got["p_low"][0, 1, 1], np.asarray(exact.m).T) < 1e-5
+    assert relative_rms(got["k16"][0, 128:, 1], exact.k) < 1e-3
