@@ -198,11 +198,13 @@ class Climb:
 
 def _chains(options: PathOptions, p: tuple[Array, Array]) -> list[tuple[Array, Array, Array]]:
     """(p, runs, left) of all levels, from the products of the blocks."""
-    from kernels.path.gpu_products import runs
+    from kernels.path import gpu_products, mosaic_products
 
+    mosaic = p[0].shape[-1] == mosaic_products.DIM and not options.interpret
+    runs = mosaic_products.runs if mosaic else partial(gpu_products.runs, interpret=options.interpret)
     out: list[tuple[Array, Array, Array]] = []
     for n, level in enumerate(options.levels):
-        made, left, whole = runs(p, level, n == len(options.levels) - 1, options.interpret)
+        made, left, whole = runs(p, level, n == len(options.levels) - 1)
         out.append((p[0], made, left))
         p = whole
     return out

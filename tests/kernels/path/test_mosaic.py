@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.path.levels import Level
 from kernels.path.transport import block_span
 from tests.helpers import relative_rms, x64
 
@@ -21,7 +22,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Parameters of the interpreter, which looks for races as well."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from kernels.path import mosaic_keys
+    from kernels.path import mosaic_keys, mosaic_products
 
     def product(shape: tuple[int, int], *terms: tuple[Any, Any]) -> Any:
         total = jnp.zeros(shape, jnp.float32)
@@ -30,7 +31,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
         plgpu.commit_smem()  # what the tensor cores read needs no fence
         return total
 
-    monkeypatch.setattr(mosaic_keys, "_product", product)
+    for module in (mosaic_keys, mosaic_products):
+        monkeypatch.setattr(module, "_product", product)
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -68,3 +70,22 @@ def test_keys_of_a_block(interpreter: Any, same: float | None) -> None:
         exact = block_span(wide(given[0])[None], wide(given[0]), wide(w), jnp.asarray(beta[0, 1, 128:], jnp.float64))
     assert relative_rms(got["p16"][0, 1, 1].astype(jnp.float32) + got["p_low"][0, 1, 1], np.asarray(exact.m).T) < 1e-5
     assert relative_rms(got["k16"][0, 128:, 1], exact.k) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top", [False, True])
+def test_products_of_a_level(interpreter: Any, top: bool) -> None:
+    """Runs, left edges and whole products of two parents of three children, as the Triton kernel makes them."""
+    from kernels.path import gpu_products, mosaic_products
+    from kernels.path.gpu_blocks import split
+
+    rng = np.random.default_rng(0)
+    p = np.linalg.qr(rng.normal(size=(1, 1, 6, 128, 128)))[0].astype(np.float32)
+    level = Level(3, 128)
+    got = mosaic_products.runs(split(jnp.asarray(p)), level, top, interpret=interpreter)
+    assert not races()
+    want = gpu_products.runs(split(jnp.asarray(p)), level, top, True)
+    assert relative_rms(got[0], want[0]) < 1e-6
+    if not top:
+        assert relative_rms(got[1], want[1]) < 1e-6
+        assert relative_rms(*(sum(x.astype(jnp.float32) for x in made[2]) for made in (got, want))) < 1e-5
