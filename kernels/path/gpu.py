@@ -212,12 +212,13 @@ def _chains(options: PathOptions, p: tuple[Array, Array]) -> list[tuple[Array, A
 
 def _climb(options: PathOptions, x: Leaves, k: Array, chains: Any, queries: list[Array], keep: bool) -> list[Climb]:
     """All levels, from the keys at the right edges of the blocks, the products and the queries of every level."""
-    from kernels.path.gpu_moves import carry
+    from kernels.path import gpu_moves, mosaic_moves
 
     if not chains:
         return []
-    runs, dtype = [made for _, made, _ in chains], x["q"].dtype
-    carried, edges = carry(k, runs, options.levels, dtype, edges=keep, interpret=options.interpret)
+    mosaic = k.shape[3] == mosaic_moves.DIM and not options.interpret
+    carry = mosaic_moves.carry if mosaic else partial(gpu_moves.carry, interpret=options.interpret)
+    carried, edges = carry(k, [made for _, made, _ in chains], options.levels, x["q"].dtype, edges=keep)
     some: list[Any] = edges or [None] * len(chains)
     return [Climb(*chain, *rest) for chain, *rest in zip(chains, queries, carried, some, strict=False)]
 

@@ -22,7 +22,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Parameters of the interpreter, which looks for races as well."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from kernels.path import mosaic_keys, mosaic_products
+    from kernels.path import mosaic_keys, mosaic_moves, mosaic_products
 
     def product(shape: tuple[int, int], *terms: tuple[Any, Any]) -> Any:
         total = jnp.zeros(shape, jnp.float32)
@@ -31,7 +31,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
         plgpu.commit_smem()  # what the tensor cores read needs no fence
         return total
 
-    for module in (mosaic_keys, mosaic_products):
+    for module in (mosaic_keys, mosaic_moves, mosaic_products):
         monkeypatch.setattr(module, "_product", product)
     return plgpu.InterpretGPUParams(detect_races=True)
 
@@ -89,3 +89,25 @@ def test_products_of_a_level(interpreter: Any, top: bool) -> None:
     if not top:
         assert relative_rms(got[1], want[1]) < 1e-6
         assert relative_rms(*(sum(x.astype(jnp.float32) for x in made[2]) for made in (got, want))) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edges", [False, True])
+def test_carried_keys(interpreter: Any, edges: bool) -> None:
+    """Keys for the queries of two levels, as the Triton kernel carries them."""
+    from kernels.path import gpu_moves, mosaic_moves
+
+    rng = np.random.default_rng(0)
+    levels = (Level(3, 128), Level(2, 384))
+    k = jnp.asarray(rng.normal(size=(1, 768, 1, 128)), jnp.float16)
+    first = np.linalg.qr(rng.normal(size=(1, 1, 2, 6, 128, 128)))[0]
+    first[:, :, :, [0, 2, 5]] = np.eye(128)  # from a child to the next
+    second = np.broadcast_to(np.eye(128), (1, 1, 1, 1, 128, 128))
+    given = (k, [jnp.asarray(x, jnp.float16) for x in (first, second)], levels, jnp.bfloat16)
+    got = mosaic_moves.carry(*given, edges=edges, interpret=interpreter)
+    assert not races()
+    want = gpu_moves.carry(*given, edges=edges, interpret=True)
+    assert [len(x) for x in got] == [len(x) for x in want] == [2, 2 if edges else 0]
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        assert relative_rms(x, y) < 2e-4
