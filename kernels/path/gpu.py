@@ -223,18 +223,27 @@ def _climb(options: PathOptions, x: Leaves, k: Array, chains: Any, queries: list
     return [Climb(*chain, *rest) for chain, *rest in zip(chains, queries, carried, some, strict=False)]
 
 
+def _own(options: PathOptions, x: Leaves, keys: dict[str, Array], chains: Any) -> dict[str, Any]:
+    """Attention of each block to itself, and its queries at the left edges of every level's children."""
+    from kernels.path import gpu_blocks, mosaic_queries
+
+    moves = [
+        (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))
+        for level, (_, _, left) in zip(options.levels[:-1], chains, strict=False)
+    ]
+    inputs = block_inputs(options, x)
+    mosaic = mosaic_queries.serves(inputs, len(moves)) and not options.interpret
+    run = mosaic_queries.block_queries if mosaic else gpu_blocks.block_queries
+    return run(options.block, inputs, keys, moves)
+
+
 def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
     from kernels.path import gpu_levels
-    from kernels.path.gpu_blocks import block_queries
 
     keys = _keys(options, x, keep)
     chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels
-    moves = [
-        (level.size // BLOCK, left.reshape(*left.shape[:2], -1, *left.shape[4:]))
-        for level, (_, _, left) in zip(levels[:-1], chains, strict=False)
-    ]
-    own = block_queries(options.block, block_inputs(options, x), keys, moves)
+    own = _own(options, x, keys, chains)
     o, lse = own["o"], own["lse"].swapaxes(1, 2)
     steps = _climb(options, x, keys["k16"], chains, own["queries"], keep)
     for level, step in zip(levels, steps, strict=True):

@@ -22,7 +22,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Parameters of the interpreter, which looks for races as well."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from kernels.path import mosaic_keys, mosaic_moves, mosaic_products
+    from kernels.path import mosaic_keys, mosaic_moves, mosaic_products, mosaic_queries
 
     def product(shape: tuple[int, int], *terms: tuple[Any, Any]) -> Any:
         total = jnp.zeros(shape, jnp.float32)
@@ -31,7 +31,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
         plgpu.commit_smem()  # what the tensor cores read needs no fence
         return total
 
-    for module in (mosaic_keys, mosaic_moves, mosaic_products):
+    for module in (mosaic_keys, mosaic_moves, mosaic_products, mosaic_queries):
         monkeypatch.setattr(module, "_product", product)
     return plgpu.InterpretGPUParams(detect_races=True)
 
@@ -111,3 +111,37 @@ def test_carried_keys(interpreter: Any, edges: bool) -> None:
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype
         assert relative_rms(x, y) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, 1])
+def test_queries_of_a_block(interpreter: Any, count: int) -> None:
+    """Outputs and queries of two blocks whose keys two heads share, as the Triton kernel makes them."""
+    from kernels.path import gpu_blocks, gpu_keys, mosaic_queries
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    w = draw(1, 256, 1, 128)
+    w, beta = w / jnp.linalg.norm(w, axis=-1, keepdims=True), jnp.full((1, 1, 256), 1.99)
+    x: dict[str, Any] = {n: draw(1, 256, 1 + (n == "q"), 128).astype(jnp.bfloat16) for n in "qkv"}
+    x |= dict.fromkeys(mosaic_queries.ABSENT)
+    keys = gpu_keys.block_keys(x["k"], w, beta, interpret=True)
+    moves = [(2, jnp.asarray(np.linalg.qr(rng.normal(size=(1, 1, 1, 128, 128)))[0], jnp.float16))] * count
+    options = gpu_blocks.BlockOptions(128**-0.5, True, True)
+    got = mosaic_queries.block_queries(options, x, keys, moves, interpret=interpreter)
+    assert not races()
+    want = gpu_blocks.block_queries(options, x, keys, moves)
+    assert relative_rms(got["lse"], want["lse"]) < 1e-3
+    assert len(got["queries"]) == len(want["queries"]) == 1 + count
+    for a, b in zip([got["o"], *got["queries"]], [want["o"], *want["queries"]], strict=True):
+        assert a.dtype == b.dtype
+        assert relative_rms(a, b) < 1e-3
+
+
+def test_queries_with_options_are_not_served() -> None:
+    from kernels.path import mosaic_queries
+
+    x: dict[str, Any] = {"q": jnp.zeros((1, 128, 1, 128), jnp.bfloat16)} | dict.fromkeys(mosaic_queries.ABSENT)
+    assert mosaic_queries.serves(x, mosaic_queries.MOVES)
+    assert not mosaic_queries.serves(x, mosaic_queries.MOVES + 1)
+    assert not any(mosaic_queries.serves(x | {n: x["q"]}, 0) for n in mosaic_queries.ABSENT)
