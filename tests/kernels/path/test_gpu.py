@@ -184,25 +184,35 @@ def test_gpu_path_over_two_levels(monkeypatch: pytest.MonkeyPatch, repeated: boo
 
 @MOSAIC
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward lower for CUDA: 3 attention kernels per level and the Triton kernels around them."""
+@pytest.mark.parametrize(
+    ("dim", "gates", "length"),
+    [
+        (64, True, 1100),
+        pytest.param(128, True, 1100, marks=pytest.mark.slow),
+        pytest.param(128, False, 8300, marks=pytest.mark.slow),  # three levels: all the shared memory there is
+    ],
+)
+def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, gates: bool, length: int) -> None:
+    """Forward and backward lower for CUDA: 3 attention kernels per level and the Triton kernels around them; at
+    head_dim 128 Mosaic ones for the blocks' keys, every level's products, carried keys and, without gates, queries."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     monkeypatch.setattr(gpu, "supports", gpu.refusal)
-    shape = Shape(1, 1100, 4, 64, kv_heads=2)
-    arrays = draw(shape, 0, dtype=np.float32, gates=True, sharpness=False)
+    shape = Shape(1, length, 4, dim, kv_heads=2)
+    arrays = draw(shape, 0, dtype=np.float32, gates=gates, sharpness=False)
     arrays |= {n: arrays[n].astype(jnp.bfloat16) for n in "qkv"}
 
     def loss(a: Any) -> Any:
         q, k, v, w, beta = (a[n] for n in ("q", "k", "v", "w", "beta"))
-        return path_attention(q, k, v, w, beta, log_gates=a["log_gates"], implementation="mosaic_gpu").sum()
+        return path_attention(q, k, v, w, beta, log_gates=a.get("log_gates"), implementation="mosaic_gpu").sum()
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     allowed = [jax.export.DisabledSafetyCheck.custom_call(n) for n in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
         exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=allowed)(arrays)
-    levels = len(plan_levels(1100, 128))
-    assert exported.mlir_module().count("mosaic_gpu_v2") == 3 * levels
+    levels = len(plan_levels(length, 128))
+    blocks = 0 if dim == 64 else levels + (2 if gates else 3)
+    assert exported.mlir_module().count("mosaic_gpu_v2") == 3 * levels + blocks
     assert exported.mlir_module().count("xla.gpu.triton") >= 10
 
 
