@@ -23,6 +23,10 @@ STAGES = {
     "stage2": "stage 2",
     "stage3": "stage 3",
 }
+SPEED = (
+    "tokens/s: the median between two lines of the log, of a process that may have shared the device and its CPU with "
+    "others; training: from the first step to the last, compilation included."
+)
 
 
 def write_report(folder: Path, results: dict[str, Any]) -> Path:
@@ -48,13 +52,12 @@ def last_rows(rows: Sequence[Row]) -> list[Row]:
 
 def report(results: dict[str, Any]) -> str:
     """The report as Markdown."""
-    env, study, rows = results["env"], results["study"], results["rows"]
+    study, rows = results["study"], results["rows"]
     teacher, context = study["teacher"], study["train_length"]
-    parts = [
-        f"# Conversion study, size {study['name']}",
-        f"Written by `python -m experiments.conversion.run` on {env['date']}: {env['device']}, {env['platform']}, "
-        f"Python {env['python']}, JAX {env['jax']}, commit {env['commit']}."
-        + ("" if study["complete"] else " Not complete yet: the rest of the cells comes with --resume."),
+    parts = [f"# Conversion study, size {study['name']}", *map(_origin, results.get("runs", [results["env"]]))]
+    if not study["complete"]:
+        parts += ["Not complete yet: the rest of the cells comes with --resume."]
+    parts += [
         f"Teacher: {teacher['shape']}, {teacher['parameters']:,} parameters, `{teacher['position']}`, trained at "
         f"{context:,} tokens. Text: {', '.join(study['text'])}. One seed.",
         "## Perplexity of held-out text, by window of positions",
@@ -69,11 +72,20 @@ def report(results: dict[str, Any]) -> str:
         "![Passkeys by length](figures/passkey.png)",
     ]
     if any(row["benchmark"] == "training" for row in rows):
-        parts += ["## Training", training_table(rows), "![Losses](figures/losses.png)"]
+        parts += ["## Training", training_table(rows), SPEED, "![Losses](figures/losses.png)"]
     if any(row.get("layers") for row in rows):
         parts += ["![Error of each layer after stage 1](figures/layers.png)"]
     parts += [f"Words of the distillation: `{' '.join(study['words'])}`"]
     return "\n\n".join(parts) + "\n"
+
+
+def _origin(env: Row) -> str:
+    """Who wrote the results, or those of some cases where calls were merged."""
+    what = f"`{'`, `'.join(env['cases'])}`: written" if "cases" in env else "Written"
+    return (
+        f"{what} by `python -m experiments.conversion.run` on {env['date']}: {env['device']}, {env['platform']}, "
+        f"Python {env['python']}, JAX {env['jax']}, commit {env['commit']}."
+    )
 
 
 def _lines(rows: Sequence[Row], benchmark: str) -> list[tuple[str, str, list[Row]]]:

@@ -16,7 +16,7 @@ from experiments.conversion.cells import Bench
 from experiments.conversion.config import SIZES, cases_of
 from experiments.conversion.material import write_text
 from experiments.conversion.merge import merge
-from experiments.conversion.report import last_rows, write_report
+from experiments.conversion.report import last_rows, report, write_report
 from experiments.conversion.run import main
 from tests.train.small import text_file
 
@@ -143,6 +143,20 @@ def test_the_report_holds_every_number(tmp_path: Path) -> None:
         ("rope", "untrained"),
         ("nope", "stage1"),
     }
+
+
+def test_the_report_of_merged_calls_says_who_wrote_what() -> None:
+    """Under one date and commit for all of it, rows of an earlier call would pass for those of the last."""
+    env = dict.fromkeys(("date", "device", "platform", "python", "jax"), "x")
+    teacher = {"shape": "2 layers", "parameters": 10, "position": "rope"}
+    study = {"name": "cpu", "teacher": teacher, "train_length": 8, "words": ["a=b"], "text": ["t"], "complete": True}
+    calls = [{**env, "commit": "early", "cases": ["rope"]}, {**env, "commit": "late", "cases": ["path", "nope"]}]
+    text = report({"env": {**env, "commit": "late"}, "runs": calls, "study": study, "rows": rows()})
+    (early,) = (line for line in text.splitlines() if "commit early" in line)
+    (late,) = (line for line in text.splitlines() if "commit late" in line)
+    assert early.startswith("`rope`: written by ")
+    assert late.startswith("`path`, `nope`: written by ")
+    assert "--resume" not in text
 
 
 def test_a_case_that_is_behind_says_so_in_the_figures() -> None:
