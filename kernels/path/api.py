@@ -31,8 +31,7 @@ BACKENDS: dict[str, str] = {
     "mosaic_gpu": "kernels.path.gpu",
     "pallas_tpu": "kernels.path.tpu",
 }
-# On GPUs "mosaic_gpu" is taken only when it is named: docs/path.md says which checks it has not passed or run yet.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("pallas_tpu", "xla")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("pallas_tpu", "xla")}
 
 
 def choose(call: PathCall, implementation: str | None = None) -> str:

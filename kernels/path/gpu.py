@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels.attention import mosaic_gpu
@@ -237,6 +238,7 @@ def _own(options: PathOptions, x: Leaves, keys: dict[str, Array], chains: Any) -
     return run(options.block, inputs, keys, moves)
 
 
+@partial(jax.jit, static_argnums=(0, 2))  # layers that are alike then share one lowering
 def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
     from kernels.path import gpu_levels
@@ -262,7 +264,10 @@ def _forward(options: PathOptions, x: Leaves) -> Any:
 def _backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Leaves]:
     from kernels.path.gpu_backward import backward
 
-    return (backward(options, residuals, cotangents),)
+    grads, segments = backward(options, residuals, cotangents), residuals[0]["segments"]
+    if segments is not None:
+        grads["segments"] = np.zeros(segments.shape, jax.dtypes.float0)
+    return (grads,)
 
 
 path.defvjp(_forward, _backward)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels.path import gpu_levels
 from kernels.path.gpu import (
@@ -45,8 +44,9 @@ class Above(NamedTuple):
     v: Array | None
 
 
+@partial(jax.jit, static_argnums=0)  # layers that are alike then share one lowering
 def backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Array]) -> Leaves:
-    """The cotangent of x in `gpu.path`."""
+    """The cotangent of x in `gpu.path`, but for the segments, which have none."""
     x, keys, steps, o, lse = residuals
     do, dlse = cotangents
     alive = lse > -jnp.inf
@@ -166,6 +166,4 @@ def _collect(
         rows = dlse * x["sharpness"] if x["sharpness"] is not None and options.sharpen_prior else dlse
         columns = heads_first(grads["columns"]) + sum(columns)
         out["gates"] = (rows - columns, jnp.zeros_like(rows))
-    if x["segments"] is not None:
-        out["segments"] = np.zeros(x["segments"].shape, jax.dtypes.float0)
     return out
