@@ -38,7 +38,9 @@ class Case:
 
 CHECKS = (
     Case("path", (2, 1024, 4, 64)),
+    Case("path, head 128", (1, 1100, 4, 128)),
     Case("path-fox, head 128, GQA", (1, 1100, 4, 128), kv_heads=2, gates=True),
+    Case("nearly repeated tokens, beta 1.99, head 128", (1, 2048, 2, 128), beta=1.99, same=0.01),
     Case("path, float16, head 32", (1, 777, 2, 32), dtype="float16"),
     Case("path-fox + prior + sharpness, packed, head 80, GQA", (2, 700, 4, 80), 2, gates=True, everything=True),
     Case("one short row", (1, 100, 2, 64), gates=True),
