@@ -40,7 +40,7 @@ class Saved(NamedTuple):
 
     do: Array
     delta: Array  # Σ do·o
-    lse: Array
+    lse: Array  # +inf past the end of the row and where no key is seen: probabilities are 0 there
     dlse: Array
 
 
@@ -240,8 +240,9 @@ def backward(
     alive = lse > -jnp.inf  # rows without a key: no 0 · NaN
     do = jnp.where(alive[..., None], do.astype(call.wide), 0)
     delta = (do * o.astype(call.wide)).sum(-1)
-    column = lambda x: cut_heads(jnp.where(alive, x, 0), plan)[..., None]
-    saved = Saved(cut_heads(do, plan), column(delta), column(lse), column(dlse))
+    column = lambda x, value=0: cut_heads(jnp.where(alive, x, value), plan, value)[..., None]
+    # Queries past the end see all gates of the row undone, exp(Σ −log f): without lse = inf that would overflow.
+    saved = Saved(cut_heads(do, plan), column(delta), column(lse, jnp.inf), column(dlse))
     rows = lay_out(plan, call, call.sharpens(table))
     compute = partial(_one_superblock if plan.superblocks == 1 else _many_superblocks, plan, call.precision, table)
     grads = over_groups(compute, rows, saved)

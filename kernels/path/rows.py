@@ -60,17 +60,18 @@ def over_groups(compute: Callable[..., Any], *laid_out: Any) -> Any:
     return lax.map(lambda x: compute(*x), laid_out)
 
 
-def cut(x: Array, plan: Plan) -> Array:
-    """[B, T, ...] -> [B / g, N, g, S, ...], zeros past the end of the row."""
-    x = jnp.pad(x, [(0, 0), (0, plan.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+def cut(x: Array, plan: Plan, value: float = 0) -> Array:
+    """[B, T, ...] -> [B / g, N, g, S, ...], `value` past the end of the row."""
+    widths = [(0, 0), (0, plan.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, constant_values=value)
     group = plan.group or x.shape[0]
     x = x.reshape(x.shape[0] // group, group, plan.superblocks, plan.size, *x.shape[2:])
     return jnp.moveaxis(x, 2, 1)
 
 
-def cut_heads(x: Array, plan: Plan) -> Array:
-    """[B, T, H, ...] -> [B / g, N, g, H, S, ...]."""
-    return jnp.moveaxis(cut(x, plan), 3, 4)
+def cut_heads(x: Array, plan: Plan, value: float = 0) -> Array:
+    """[B, T, H, ...] -> [B / g, N, g, H, S, ...], `value` past the end of the row."""
+    return jnp.moveaxis(cut(x, plan, value), 3, 4)
 
 
 def uncut(x: Array, length: int) -> Array:

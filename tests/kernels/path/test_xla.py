@@ -164,6 +164,21 @@ def test_gates_keep_their_resolution() -> None:
     assert relative_rms(o[0, :, 0], np.exp(z - exact[:, None]) @ v) < 2e-6
 
 
+@pytest.mark.parametrize("plan", [TWO_LEVELS, None], ids=["superblocks", "one"])
+def test_strong_gates_at_a_length_that_no_plan_divides(plan: Plan | None) -> None:
+    """Gates that sum to far below −88, the logarithm of the largest float32, and rows that end inside a block: what
+    fills the block up must not overflow in the backward pass."""
+    arrays = draw(ROW, 0, dtype=np.float32, sharpness=False)  # at padding a sharpness would be 0 and hide it
+    rng = np.random.default_rng(0)
+    arrays["log_gates"] = jnp.asarray(-rng.uniform(5, 300, (2, 21, 4)) * (rng.random((2, 21, 4)) < 0.5), jnp.float32)
+    ids = None if plan is None else jnp.zeros((2, 21), jnp.int32)  # 0 is what fills up the ids
+    got = gradients(arrays, Options(), plan, ids)
+    with x64():
+        exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+        want = gradients(exact, Options(), "reference", ids)
+    assert_close(got, want, 1e-5)
+
+
 LONG = Shape(1, 384, 2, 64, kv_heads=1)
 LIMITS = {  # relative RMS of o, dq, dk, dv, dw, dbeta, dgates against float64
     "bfloat16": (5e-3, 8e-3, 8e-3, 8e-3, 1.5e-2, 2e-2, 2e-2),
