@@ -6,6 +6,7 @@ device works, and many steps are one call.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,35 +30,46 @@ class Trained:
 
 
 def train(config: Config, task: StateTask, seeds: Sequence[int], watch: Callable[[int, Any], None]) -> Trained:
-    """Train config.train.steps steps from each of `seeds`. FloatingPointError if a loss stops being finite."""
+    """Train config.train.steps steps from each of `seeds`.
+
+    FloatingPointError, soon after the step, that names the seeds of which a loss, gradient or update was not finite.
+    """
     model = build_model(config)
     step = make_train_step(config, model, declare(model), optimizer_of(config, declare(model)))
 
     def several(state: TrainState, batches: Batch) -> tuple[TrainState, Any]:
         def one(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
             state, report = step(state, batch)
-            return state, report.loss.total / report.loss.weight
+            return state, jnp.where(state.sound, report.loss.total / report.loss.weight, jnp.nan)
 
         return jax.lax.scan(one, state, batches)
 
     together = jax.jit(jax.vmap(several), donate_argnums=0)
     state, curve = _first_states(config, model, seeds), list[tuple[int, list[float]]]()
+    note = partial(_note, f"{config.model.position}, {config.model.layers} layer(s)", seeds, curve, watch)
     running: tuple[int, jax.Array] | None = None
     for done, batches in _batches(config, task, seeds):
         state, losses = together(state, batches)
         if running is not None:  # the block before this one: reading it waits for nothing that was just started
-            _note(curve, *running, watch)
+            note(*running)
         running = (done, losses)
     if running is not None:
-        _note(curve, *running, watch)
-    if not bool(jnp.all(state.sound)):
-        raise FloatingPointError(f"{config.model.position}: a loss, gradient or update was not finite")
+        note(*running)
     return Trained(state.params, curve)
 
 
-def _note(curve: list[Any], done: int, losses: jax.Array, watch: Callable[[int, Any], None]) -> None:
-    """Put the mean over the steps of losses [S, steps] into the curve, and show it."""
-    curve.append((done, np.asarray(losses).mean(axis=1).tolist()))
+def _note(
+    name: str, seeds: Sequence[int], curve: list[Any], watch: Callable[[int, Any], None], done: int, losses: jax.Array
+) -> None:
+    """Put the mean over the steps of losses [S, steps] into the curve, and show it. NaN stands for an unsound step."""
+    means = np.asarray(losses).mean(axis=1)
+    bad = [seed for seed, mean in zip(seeds, means, strict=True) if not np.isfinite(mean)]
+    if bad:
+        first = 1 + done - losses.shape[1]
+        raise FloatingPointError(
+            f"{name}: a loss, gradient or update of seeds {bad} was not finite in the steps {first} to {done}"
+        )
+    curve.append((done, means.tolist()))
     watch(done, curve[-1][1])
 
 

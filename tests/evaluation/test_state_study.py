@@ -165,6 +165,22 @@ def test_seeds_side_by_side_are_seeds_alone():
     assert both.curve[0][1][1] == pytest.approx(alone.curve[0][1][0], rel=1e-5)
 
 
+def test_a_seed_that_is_not_finite_is_named(monkeypatch):
+    """Within a block of steps, with its depth; the cell has no rows then."""
+    config, task = TRIALS[1].config("nope", 2), parse_task(TRIALS[1].task)
+    sound = training._first_states
+
+    def poisoned(*args):
+        state = sound(*args)
+        return state.replace(params=jax.tree.map(lambda leaf: leaf.at[1].set(np.inf), state.params))
+
+    monkeypatch.setattr(training, "_first_states", poisoned)
+    shown = []
+    with pytest.raises(FloatingPointError, match=r"nope, 2 layer\(s\): .* of seeds \[6\] .* in the steps 1 to 3"):
+        training.train(config, task, (5, 6), lambda step, loss: shown.append(step))
+    assert not shown
+
+
 def test_publishing_keeps_the_sizes_apart(results, out, tmp_path):
     run.publish(out, tmp_path, results)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["figures", "report-test.md", "results-test.json"]
