@@ -90,7 +90,9 @@ _RECALL = (
     *("optim.weight_decay=0.01", "optim.warmup_steps=100", "data.batch_size=32", "train.steps=2500"),
 )
 _PUBLISHED = ("model.dim=256", "model.mlp_dim=512", "optim.lr=0.001", "data.batch_size=16", "train.steps=3000")
+# 8,192 symbols in 1,500 steps ask for each key 375 times, too seldom to be learned; 256 in 2,000, 16,000 times.
 _MQAR = ("data.batch_size=64", "train.steps=1500")
+_FEW_SYMBOLS = ("data.batch_size=64", "train.steps=2000")
 _FEW = ("path", "rope", "fox", "path+fox")
 
 
@@ -119,6 +121,7 @@ GPU = Study(
         _recall("mqrar(back=3,keys=8,values=16,pairs=96)", _FEW),
         _recall("mqrar(back=4,keys=8,values=16,pairs=96)", _FEW),
         _recall("mqar", _FEW, _MQAR),
+        _recall("mqar(vocabulary=256)", _FEW, _FEW_SYMBOLS),
         _words("words(a5)", _FEW),
         _recall("mqrar(back=2)", _FEW, _PUBLISHED),
         _words("words(s5)", _FEW),
