@@ -156,12 +156,18 @@ def checked_rows(rows: np.ndarray | None, batch_size: int) -> np.ndarray:
 
 def identity(source: BatchSource) -> dict[str, Any]:
     """Everything that decides which tokens come at which step, as flat JSON values."""
-    config = source.config
-    names = ("seed", "sequence_length", "batch_size", "packing", "document_mask", "shuffle")
-    retrieval = asdict(config.retrieval) if config.retrieval.share else {"share": 0.0}
     return {
         "corpus": source.corpus.fingerprint,
         "tokenizer": source.tokenizer.fingerprint,
+        **row_options(source.config),
+    }
+
+
+def row_options(config: DataConfig) -> dict[str, Any]:
+    """The options that decide which tokens of a corpus come at which step, under their (dotted) names."""
+    names = ("seed", "sequence_length", "batch_size", "packing", "document_mask", "shuffle")
+    retrieval = asdict(config.retrieval) if config.retrieval.share else {"share": 0.0}
+    return {
         **{name: getattr(config, name) for name in names},
         **{f"retrieval.{name}": value for name, value in retrieval.items()},
     }

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bampath.config import Config, override, to_json
+from bampath.data.loader import row_options
 from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
 from experiments.studies import rows_of_cell
 
@@ -23,8 +25,8 @@ FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths
 
 @dataclass(frozen=True)
 class Materials:
-    """Where prepared things lie: the tokenizer, the batches per seed and mix, held-out rows, needles; and the text's
-    name and further overrides of every cell's configuration."""
+    """Where prepared things lie: the tokenizer, the batches, held-out rows, needles; and the text's name and further
+    overrides of every cell's configuration."""
 
     out: Path
     source: str
@@ -43,7 +45,13 @@ class Materials:
         return self.out / "held_out.npy"
 
     def rows(self, cell: Cell) -> Path:
-        return self.out / "rows" / f"{cell.size}-{cell.mix}-seed{cell.seed}-{self.config(cell).train.steps}"
+        """The folder of a cell's batches, one for all cells that see the same rows; its name has what a case changes of
+        them: small-retrieval-seed0-2500,batch_size=32."""
+        config, plain = self.config(cell), self.config(replace(cell, case=cell.scheme))
+        options = row_options(config.data).items()
+        changed = [f"{name}={value}" for name, value in options if attrgetter(name)(plain.data) != value]
+        name = f"{cell.size}-{cell.mix}-seed{cell.seed}-{config.train.steps}"
+        return self.out / "rows" / ",".join([name, *changed])
 
     def config(self, cell: Cell) -> Config:
         return cell.config(self.tokenizer, self.source, self.overrides)

@@ -13,6 +13,10 @@ SCHEMES = (
 LOOKED_AT = ("bam+ssmax", "rope", "alibi")  # the cases whose attention is kept
 # Of the retrieval documents in the training text: half of the rows end in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
+# What a case may change of the text: how rows are made of it. The text, its tokens and the questions all cells share.
+ROW_OPTIONS = ("batch_size", "sequence_length", "packing", "document_mask", "shuffle", "retrieval")
+LOADING = ("workers", "prefetch")
+NOT_OF_A_CASE = ("position", "model.position", "model.vocab_size", "train.seed")
 CLAMPED = "clamped"  # in a case: theta_beta is put back to at least 0 after every step
 
 
@@ -130,10 +134,24 @@ class Cell:
         return (self.size, self.mix, self.case)
 
     def config(self, tokenizer: Path, source: str, overrides: tuple[str, ...] = ()) -> Config:
-        """ValueError for a scheme, mix or override that is wrong."""
+        """ValueError for a scheme, mix or override that is wrong, and for a change that is not a case's own."""
         if self.mix not in MIXES:
             raise ValueError(f"mix={self.mix!r} is not one of {', '.join(MIXES)}")
         study = SIZES[self.size].study
-        own = (change for change in self.changes if change != CLAMPED)
+        own = [change for change in self.changes if change != CLAMPED]
+        for change in own:
+            _refuse_shared(self.case, change.partition("=")[0])
         changes = (*study.overrides, *MIXES[self.mix], f"data.source={source}", *overrides, *own)
         return replace(study, overrides=changes).config(self.scheme, self.seed, tokenizer)
+
+
+def _refuse_shared(case: str, key: str) -> None:
+    """ValueError for what a case may not change: it is another option's, or all cells of a study share it."""
+    part, _, name = key.partition(".")
+    own = name.split(".")[0] in (*ROW_OPTIONS, *LOADING)
+    if key in NOT_OF_A_CASE or (part == "data" and not own):
+        data = ", ".join(f"data.{option}" for option in ROW_OPTIONS)
+        raise ValueError(
+            f"case {case!r} changes {key}, which is the same for all its cells or set by --text, --seeds or the scheme;"
+            f" of the data a case may change {data}"
+        )

@@ -54,8 +54,8 @@ def parts_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Any]]:
     for row in sorted(rows, key=lambda row: (order.get(row["case"], len(order)), row["case"])):
         part = found.setdefault((row["size"], row["mix"]), {"study": {}, "rows": []})
         part["rows"].append(row)
-        if "train_length" in row:
-            part["study"]["train_length"] = row["train_length"]
+        if "train_length" in row:  # of a case without changes, if there is one
+            part["study"].setdefault("train_length", row["train_length"])
     return found
 
 
@@ -174,17 +174,21 @@ def finder_table(part: dict[str, Any], least: float = 0.5) -> str:
 
 
 def speed_table(speed: dict[str, Any]) -> str:
-    """Tokens per second, MFU and ratios of the train steps that speed.py measured."""
+    """Tokens per second, MFU and ratios of the train steps that speed.py measured, and why others failed."""
     head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE"]
-    body = []
+    body, failed = [], list[str]()
     for row in speed["rows"]:
+        if "failed" in row:
+            body.append([row["shape"], f"{row['B']} × {row['T']:,}", f"`{row['case']}`", "failed", *[""] * 4])
+            failed.append(f"- `{row['case']}` at {row['shape']} failed: {row['failed']}")
+            continue
         ratio = lambda name, row=row: f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
         memory = f"{row['memory_bytes'] / 2**30:.1f}" if row["memory_bytes"] else ""
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
         rate = f"{row['tokens_per_second']:,.0f}"
         cells = [f"{row['B']} × {row['T']:,}", f"`{row['case']}`", rate, mfu, memory, ratio("torch"), ratio("rope")]
         body.append([row["shape"], *cells])
-    return table(head, body)
+    return "\n\n".join([table(head, body), *(["\n".join(failed)] if failed else [])])
 
 
 def write_figures(folder: Path, rows: Sequence[Row]) -> dict[tuple[str, str], list[str]]:
@@ -233,18 +237,23 @@ def report(results: dict[str, Any], figures: dict[tuple[str, str], list[str]], s
     return "\n\n".join(parts) + "\n"
 
 
+def budgets(runs: Sequence[Row]) -> str:
+    """Steps and tokens of the runs; changes behind an @ may have others."""
+    found = sorted({(row["steps"], row["tokens"]) for row in runs})
+    return " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in found)
+
+
 def section(key: tuple[str, str], part: dict[str, Any], figures: Sequence[str]) -> list[str]:
     """One size and mix."""
     seeds = len({row["seed"] for row in part["rows"]})
     runs = [row for row in part["rows"] if row["benchmark"] == "training"]
-    budgets = sorted({(row["steps"], row["tokens"]) for row in runs})
-    told = " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in budgets)
     shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f.endswith(f"{key[1]}-{name}.png")]
     absent = [case for case in SCHEMES if case not in {row["case"] for row in runs}]
     learned = [f"![{f}](figures/{f})" for f in figures if f"{key[1]}-exponents-" in f or f"{key[1]}-priors-" in f]
     return [
         f"## Size {key[0]}, mix {key[1]}",
-        f"Trained at {part['study']['train_length']} tokens: {told}. {len(runs)} runs, up to {seeds} seeds per scheme.",
+        f"Trained at {part['study']['train_length']} tokens: {budgets(runs)}. {len(runs)} runs, up to {seeds} seeds "
+        "per scheme.",
         *([f"Not run: {', '.join(f'`{case}`' for case in absent)}."] if absent else []),
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
@@ -294,10 +303,10 @@ def publish(folder: Path, here: Path = HERE) -> None:
         told = "\n".join(f"- {line}" for line in [*marks(part), *findings(part)])
         runs = [row for row in part["rows"] if row["benchmark"] == "training"]
         seconds = sum(row["training_seconds"] + row["evaluation_seconds"] for row in runs)
-        steps, tokens = runs[0]["steps"], runs[0]["tokens"]
+        plain = [row for row in runs if "@" not in row["case"]] or runs
         seeds, env = len({row["seed"] for row in runs}), results["env"]
         head = (
-            f"Size {size}, mix {mix}: {steps:,} steps, {tokens:,} tokens, {seeds} seed(s), {env['device']}, JAX "
+            f"Size {size}, mix {mix}: {budgets(plain)}, {seeds} seed(s), {env['device']}, JAX "
             f"{env['jax']}; the seconds of the {len(runs)} cells, several at a time, add to {seconds:.0f}."
         )
         blocks += [head, passkey_table(part), told, digit_table(part), *filter(None, [finder_table(part)])]

@@ -110,7 +110,7 @@ def prepare(options: argparse.Namespace, cells: Sequence[Cell], out: Path) -> tu
 
 
 def prepare_batches(options: argparse.Namespace, cells: Sequence[Cell], materials: Any, say: Any) -> None:
-    """The batches of every seed and mix, once."""
+    """The batches of every seed, mix and change of the data, once."""
     from experiments.bam_h200 import rows, text
 
     folder, first = materials.out / "text", materials.config(cells[0])

@@ -6,14 +6,16 @@
 
 A cell is a model shape and what trains it: a positional scheme of bampath or PyTorch (transformers' Llama with RoPE,
 torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own; those of a shape compile side
-by side (their states fit the device together) and are then timed one at a time, while the others wait. Rows go to a
-file (--out); a shape whose rows are all there is not run again. `ratio` is tokens per second over those of PyTorch, and
-of our RoPE, at the same shape in the same run.
+by side and are then timed one at a time: a process makes its state when it is its turn, and ends after it. Rows go to a
+file (--out); a shape whose rows are all there is not run again. A cell that fails has a row too, with the reason;
+--retry runs the shapes again that have one. `ratio` is tokens per second over those of PyTorch, and of our RoPE, at the
+same shape in the same run.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ RESULTS = HERE / "speed.json"
 SCHEMES = ("rope", "bam+ssmax", "path+fox")
 WINDOWS, WINDOW_SECONDS, WARM_UP = 5, 1.0, 3
 READY = "READY"
+NAMES_ERROR = re.compile(r"error: |([A-Za-z_]\w*\.)*\w*(Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Cell:
     def name(self) -> str:
         return f"{self.shape.name} {self.what}"
 
+    def config(self) -> Config:
+        """What is trained; PyTorch's model has RoPE."""
+        return self.shape.config("rope" if self.what == "torch" else self.what)
+
 
 CELLS = tuple(Cell(shape, what) for shape in SHAPES for what in ("torch", *SCHEMES))
 
@@ -94,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases, metavar="NAME", help=", ".join(cases))
     parser.add_argument("--minutes", type=float, default=60.0, help="start no shape after this long (default 60)")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"results (default {RESULTS.name} beside this file)")
+    parser.add_argument("--retry", action="store_true", help="run a shape again of which a cell failed")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # how the parent starts a cell's own process
     options = parser.parse_args(argv)
     if options.cell:
@@ -103,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     refuse_counts(options)
     if options.out == RESULTS:
         need_gpu(parser)
-    run(cells, file_to_write(options.out, "--out"), options.minutes)
+    run(cells, file_to_write(options.out, "--out"), options.minutes, options.retry)
 
 
 def named(name: str) -> Cell:
@@ -114,10 +122,11 @@ def named(name: str) -> Cell:
     raise ValueError(f"no cell is called {name!r}; there are: {', '.join(cell.name for cell in CELLS)}")
 
 
-def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
+def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -> None:
     """Run the shapes that have no complete set of rows yet and write the file after each cell.
 
-    A shape is done in one go, so that its ratios compare what ran side by side.
+    A shape is done in one go, so that its ratios compare what ran side by side. retry: a row of a cell that failed does
+    not count.
     """
     from bampath.evaluation.results import write_results
 
@@ -125,7 +134,8 @@ def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
     begin = time.monotonic()
     for shape in dict.fromkeys(cell.shape for cell in cells):
         mine = [cell for cell in cells if cell.shape == shape]
-        if {cell.what for cell in mine} <= {row["case"] for row in kept["rows"] if row["shape"] == shape.name}:
+        there = [row for row in kept["rows"] if row["shape"] == shape.name and not (retry and "failed" in row)]
+        if {cell.what for cell in mine} <= {row["case"] for row in there}:
             continue
         if time.monotonic() - begin > 60 * minutes:
             print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
@@ -139,10 +149,7 @@ def run(cells: Sequence[Cell], out: Path, minutes: float) -> None:
 
 
 def side_by_side(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(row, environment) of each cell: all are prepared, each in its own process, then timed in turn.
-
-    A cell that fails is shown and left out.
-    """
+    """(row, environment) of each cell: all are prepared, each in its own process, then timed in turn."""
     started = [Started(cell) for cell in cells]
     try:
         for one in started:
@@ -150,8 +157,7 @@ def side_by_side(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, Any], dict[s
         print(f"{cells[0].shape.name}: {len(cells)} cells prepared", flush=True)
         for one in started:
             result = one.finish()
-            if result is not None:
-                yield result["row"], result["env"]
+            yield result["row"], result["env"]
     finally:
         for one in started:
             one.stop()
@@ -164,9 +170,9 @@ class Started:
         self.cell = cell
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # the cells of a shape share the device
-        command = [sys.executable, "-m", "experiments.bam_h200.speed", "--cell", cell.name]
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+            command_of(cell), stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment
         )
 
     def wait(self) -> None:
@@ -176,13 +182,14 @@ class Started:
             if line.strip() == READY:
                 return
 
-    def finish(self) -> dict[str, Any] | None:
-        """{"row", "env"}; None after showing why it failed."""
+    def finish(self) -> dict[str, Any]:
+        """{"row", "env"} when the process has ended; a row says why it failed, after what it said is shown."""
         output, _ = self.process.communicate("go\n" if self.process.poll() is None else None)
         if self.process.returncode:
             self.errors.seek(0)
-            print(f"{self.cell.name} failed:\n" + "\n".join(self.errors.read().splitlines()[-15:]), flush=True)
-            return None
+            said = self.errors.read()
+            print(f"{self.cell.name} failed:\n" + "\n".join(said.splitlines()[-15:]), flush=True)
+            return {"row": facts(self.cell) | {"failed": reason(said, self.process.returncode)}, "env": {}}
         result: dict[str, Any] = json.loads(output.splitlines()[-1])
         return result
 
@@ -194,18 +201,33 @@ class Started:
                 file.close()
 
 
+def command_of(cell: Cell) -> list[str]:
+    """What starts a cell's process."""
+    return [sys.executable, "-m", "experiments.bam_h200.speed", "--cell", cell.name]
+
+
+def reason(errors: str, status: int, most: int = 400) -> str:
+    """Why a process failed, in a line: the last one that names an error, else the last, else the exit status."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if NAMES_ERROR.match(line)]
+    return (named or lines or [f"ended with status {status}"])[-1][:most]
+
+
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row's tokens per second over PyTorch's and over our RoPE's at its shape."""
-    rate = {(row["shape"], row["case"]): row["tokens_per_second"] for row in rows}
-    for row in rows:
+    """Each row's tokens per second over PyTorch's and over our RoPE's at its shape; nothing for what failed."""
+    timed = [row for row in rows if "failed" not in row]
+    rate = {(row["shape"], row["case"]): row["tokens_per_second"] for row in timed}
+    for row in timed:
         peers = {peer: rate.get((row["shape"], peer)) for peer in ("torch", "rope")}
         row["ratio"] = {peer: row["tokens_per_second"] / value for peer, value in peers.items() if value}
     return rows
 
 
 def show(row: dict[str, Any]) -> str:
-    ratios = "  ".join(f"{value:.2f} × {peer}" for peer, value in row["ratio"].items())
     name = f"{row['shape']} {row['case']}"
+    if "failed" in row:
+        return f"{name:<32} failed: {row['failed']}"
+    ratios = "  ".join(f"{value:.2f} × {peer}" for peer, value in row["ratio"].items())
     mfu = "   –" if row["mfu"] is None else f"{row['mfu']:.1%}"  # of a device whose peak is not known
     return (
         f"{name:<32} {row['tokens_per_second']:>9,.0f} tokens/s  {mfu} MFU  "
@@ -213,25 +235,10 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
-def measure(cell: Cell) -> dict[str, Any]:
-    """{"row", "env"} of one cell, in this process, which waits for a line on standard input once it is prepared."""
-    from bampath.flops import body_parameters, peak_flops, train_flops_per_token
-    from experiments.bam_h200 import step_jax, step_torch
-
+def facts(cell: Cell) -> dict[str, Any]:
+    """What a row says of its cell before it is timed."""
     shape = cell.shape
-    config = shape.config("rope" if cell.what == "torch" else cell.what)
-    begin = time.monotonic()
-    runner = step_torch.build(config) if cell.what == "torch" else step_jax.build(config)
-    runner.steps(WARM_UP)
-    compiled = time.monotonic() - begin
-    print(READY, flush=True)
-    sys.stdin.readline()
-    tokens = shape.batch * shape.length
-    count = max(1, round(WINDOW_SECONDS / max(1e-3, seconds(runner, 2) / 2)))
-    rates = sorted(tokens * count / seconds(runner, count) for _ in range(WINDOWS))
-    flops = train_flops_per_token(config.model, body_parameters(config.model), shape.length)
-    peak = peak_flops(runner.device)
-    row: dict[str, Any] = {
+    return {
         "case": cell.what,
         "shape": shape.name,
         "impl": "torch" if cell.what == "torch" else "bampath",
@@ -239,8 +246,32 @@ def measure(cell: Cell) -> dict[str, Any]:
         "B": shape.batch,
         "T": shape.length,
         "H": shape.heads,
-        "D": config.model.head_dim,
+        "D": cell.config().model.head_dim,
         "dtype": "bfloat16",
+    }
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """{"row", "env"} of one cell, in this process, which waits for a line on standard input once it is prepared."""
+    from bampath.flops import body_parameters, peak_flops, train_flops_per_token
+    from experiments.bam_h200 import step_jax, step_torch
+
+    shape, config = cell.shape, cell.config()
+    begin = time.monotonic()
+    runner = step_torch.build(config) if cell.what == "torch" else step_jax.build(config)
+    compiled = time.monotonic() - begin
+    print(READY, flush=True)
+    sys.stdin.readline()
+    begin = time.monotonic()
+    runner.start()
+    runner.steps(WARM_UP)
+    started = time.monotonic() - begin
+    tokens = shape.batch * shape.length
+    count = max(1, round(WINDOW_SECONDS / max(1e-3, seconds(runner, 2) / 2)))
+    rates = sorted(tokens * count / seconds(runner, count) for _ in range(WINDOWS))
+    flops = train_flops_per_token(config.model, body_parameters(config.model), shape.length)
+    peak = peak_flops(runner.device)
+    row = facts(cell) | {
         "parameters": runner.parameters,
         "ms": 1e3 * tokens / rates[WINDOWS // 2],
         "ms_min": 1e3 * tokens / rates[-1],
@@ -249,7 +280,9 @@ def measure(cell: Cell) -> dict[str, Any]:
         "mfu": rates[WINDOWS // 2] * flops.causal / peak if peak else None,
         "mfu_all_pairs": rates[WINDOWS // 2] * flops.full / peak if peak else None,
         "memory_bytes": runner.memory(),
-        "setup_seconds": compiled,
+        "program_bytes": runner.needed,
+        "waiting_bytes": runner.kept,  # what the process held while others were timed
+        "setup_seconds": compiled + started,
         "loss": runner.loss(),
         "where": runner.profile(),
     }

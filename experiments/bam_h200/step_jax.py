@@ -6,6 +6,8 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 
 from bampath.config import Config
 from bampath.evaluation.results import environment
-from bampath.step import build_model, declare, init_state, make_train_step, optimizer_of
+from bampath.sharding import mesh_of
+from bampath.step import abstract_state, build_model, declare, make_init, make_train_step, optimizer_of
 
 # What a kernel's name says it does; the first match counts.
 KINDS = (
@@ -26,7 +29,10 @@ PROFILED_STEPS = 3
 
 
 class Runner:
-    """A train step, its state, and the batch that it sees again and again."""
+    """A compiled train step; from `start` on its state, and the batch that it sees again and again.
+
+    Before that no array of it is on the device: several processes compile side by side, and one has the memory.
+    """
 
     def __init__(self, config: Config) -> None:
         model = build_model(config)
@@ -34,11 +40,23 @@ class Runner:
         optimizer = optimizer_of(config, declared)
         self.device = jax.devices()[0].device_kind
         self.parameters = declared.count
-        self._state = init_state(config, model, optimizer)
-        self._batch = random_batch(config)
+        self._make_batch = partial(random_batch, config)
         step = make_train_step(config, model, declared, optimizer)
-        self._step: Any = step.lower(self._state, self._batch).compile()
+        state = abstract_state(config, model, optimizer, mesh_of(config))
+        lowered = step.lower(state, jax.eval_shape(self._make_batch)), make_init(config, model, optimizer).lower()
+        with ThreadPoolExecutor(2) as pool:
+            self._step, self._init = pool.map(lambda one: one.compile(), lowered)
+        self.needed: dict[str, int] | None = bytes_of(self._step)
+        self.kept: int | None = memory_stats().get("pool_bytes")
+        self._state: Any = None
+        self._batch: Any = None
         self._report: Any = None
+
+    def start(self) -> None:
+        """Make the state and the batch. MemoryError if the device has not what the step needs."""
+        if self.needed is not None:
+            refuse_large(self.needed, memory_stats().get("bytes_limit"))
+        self._state, self._batch = self._init(), self._make_batch()
 
     def steps(self, count: int) -> None:
         """`count` optimiser steps, finished when this returns."""
@@ -51,7 +69,7 @@ class Runner:
 
     def memory(self) -> int | None:
         """Most bytes that were in use at one time."""
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return memory_stats().get("peak_bytes_in_use")
 
     def environment(self) -> dict[str, Any]:
         return environment()
@@ -67,6 +85,24 @@ class Runner:
             with gzip.open(found[0], "rt", encoding="utf-8") as file:
                 trace = json.load(file)
         return summary(trace["traceEvents"] if isinstance(trace, dict) else trace)
+
+
+def memory_stats() -> dict[str, int]:
+    """What the device says of its memory, in bytes; nothing on CPUs."""
+    return jax.devices()[0].memory_stats() or {}
+
+
+def bytes_of(compiled: Any) -> dict[str, int] | None:
+    """{"state": what a step is given, batch included, "temporary": what it takes beside that}; None if unknown."""
+    size = compiled.memory_analysis()
+    return size and {"state": size.argument_size_in_bytes, "temporary": size.temp_size_in_bytes}
+
+
+def refuse_large(needed: dict[str, int], limit: int | None) -> None:
+    """MemoryError if the parts of `needed` do not fit `limit` bytes together (None: not known)."""
+    if limit is not None and sum(needed.values()) > limit:
+        parts = " + ".join(f"{size / 2**30:.1f} GiB {name}" for name, size in needed.items())
+        raise MemoryError(f"a train step needs {parts}, and the device gives {limit / 2**30:.1f} GiB")
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,14 @@ from typing import Any
 
 from bampath.config import Config
 
+COMPILING = 3  # steps until nothing is compiled any more
+
 
 class Runner:
-    """A train step, its state, and the batch that it sees again and again."""
+    """A train step, its state, and the batch that it sees again and again.
+
+    torch.compile needs real tensors on the GPU. Once it is done only parameters and batch stay there until `start`.
+    """
 
     def __init__(self, config: Config) -> None:
         import torch
@@ -41,6 +46,15 @@ class Runner:
         shape = (config.data.batch_size, config.data.sequence_length)
         self._tokens = torch.randint(0, m.vocab_size, shape, device="cuda")
         self._loss: Any = None
+        self.needed: dict[str, int] | None = None  # PyTorch does not know it before it runs
+        self.steps(COMPILING)
+        self._optimizer.state.clear()
+        torch.cuda.empty_cache()
+        self.kept: int | None = torch.cuda.memory_reserved()
+
+    def start(self) -> None:
+        """Count memory from here; the optimiser makes its state in the first step."""
+        self._torch.cuda.reset_peak_memory_stats()
 
     def steps(self, count: int) -> None:
         """`count` optimiser steps, finished when this returns."""

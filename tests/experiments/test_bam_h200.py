@@ -19,14 +19,14 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, schedule, speed, text, training
+from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, schedule, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory) -> Path:
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BPE with GPT-2's layout: 256 bytes, then merges in order, then the end of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -96,6 +96,58 @@ def test_rows_in_memory_are_those_of_the_loader(tmp_path: Path) -> None:
     uneven = DataConfig(source="x", retrieval=RetrievalOptions(share=0.5, answer_weight=1.5))
     with pytest.raises(ValueError, match="whole numbers"):
         rows.make_rows(uneven, kept, 1, tmp_path / "other", processes=1)
+
+
+def test_batches_belong_to_the_data_of_a_case(gpt2: Path, tmp_path: Path) -> None:
+    """Cases with other data have batches of their own, cases with the same data share them, by names that say so."""
+    whole = HuggingFaceTokenizer(gpt2)
+    np.array([*whole.encode(SENTENCES * 200), whole.vocab_size - 1], "<u2").tofile(tmp_path / "books.u16")
+    books = str(tmp_path / "books.u16")
+    cases = ["bam+ssmax", "rope @ optim.lr=0.5", "rope @ data.batch_size=4", "nope @ data.retrieval.share=1"]
+    cases += ["bam+ssmax @ data.batch_size=4 clamped"]
+    options = ["model.vocab_size=300", "data.retrieval.kind=brief", "--text", books, "--held-out", books]
+    options += ["--gpt2", str(gpt2), "--size", "tiny", "--seeds", "3", "--cases", *cases]
+    asked = run.parse(options)
+    found, out = run.cells_of(asked), tmp_path / "out"
+    materials = cells.Materials(out, asked.text, tuple(asked.overrides))
+    text.tokenizer_file(gpt2, 300, materials.tokenizer)
+    run.prepare_batches(asked, found, materials, print)
+    folders = [materials.rows(cell).name for cell in found]
+    first, more, share = (f"tiny-retrieval-seed3-50{end}" for end in ("", ",batch_size=4", ",retrieval.share=1.0"))
+    assert folders == [first, first, more, share, more]
+    assert {path.name for path in (out / "rows").iterdir()} == {first, more, share}
+    corpus = text.corpus_of_file(Path(books), gpt2, 300)
+    for cell in found:
+        config = materials.config(cell).data
+        source = BatchSource(config, corpus, tokenizer_of(config))
+        for done, block in rows.read_rows(materials.rows(cell), 0, 50, 25):
+            want = [source[step] for step in range(done - 25, done)]
+            for name, array in block.items():
+                assert array.tobytes() == np.stack([batch[name] for batch in want]).tobytes(), (cell, name)
+
+
+@pytest.mark.parametrize(
+    "change", ["data.source=sotu", "data.single_digits=false", "model.vocab_size=9", "data.seed=1"]
+)
+def test_a_case_changes_no_text_that_all_cells_share(change: str) -> None:
+    key = change.partition("=")[0]
+    with pytest.raises(ValueError, match=f"case 'rope @ {change}' changes {key}, which is the same for all"):
+        Cell(f"rope @ {change}", 0).config(Path("t.json"), "x")
+    assert Cell("rope @ data.workers=1", 0).config(Path("t.json"), "x").data.workers == 1
+
+
+def test_the_length_of_training_is_that_of_the_case_without_changes() -> None:
+    training_row = lambda case, length, tokens: {
+        **_row(case, 0, 512, 1.0),
+        "benchmark": "training",
+        "train_length": length,
+        "steps": 50,
+        "tokens": tokens,
+    }
+    made = [training_row("bam+ssmax @ data.sequence_length=1024", 1024, 9), training_row("rope", 512, 5)]
+    part = report.parts_of(made)["small", "retrieval"]
+    assert part["study"]["train_length"] == 512
+    assert report.budgets(part["rows"]) == "50 steps, 5 tokens or 50 steps, 9 tokens"
 
 
 def test_stacked_muon_is_muon() -> None:
@@ -271,14 +323,6 @@ def test_the_report_says_whether_the_marks_are_reached() -> None:
     assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
 
 
-def test_a_step_that_cannot_be_timed_is_shown_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """PyTorch's step needs a GPU (or is not installed at all)."""
-    out = tmp_path / "speed.json"
-    speed.run([cell for cell in speed.CELLS if cell.name == "120m-heads-of-48 torch"], out, minutes=1)
-    assert "120m-heads-of-48 torch failed:" in capsys.readouterr().out
-    assert not out.exists()
-
-
 def test_results_of_several_calls_become_one() -> None:
     train = lambda case, seed, steps: {
         **_row(case, seed, 512, 1.0),
@@ -342,6 +386,11 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     assert "1 of 1 cells" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--resume"):
         run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
+    run.main([*common, "--resume", "--cases", "bam+ssmax", "bam+ssmax @ data.batch_size=4", "--seeds", "0"])
+    assert "2 of 2 cells" in capsys.readouterr().out
+    trained = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    tokens = {row["case"]: row["tokens"] for row in trained if row["benchmark"] == "training"}
+    assert tokens["bam+ssmax @ data.batch_size=4"] == 2 * tokens["bam+ssmax"]
     run.main([*common, "--resume", "--cases", "bam+ssmax", "--seeds", "0", "1", "--minutes", "0"])
     assert "missing: tiny-retrieval-bam-ssmax-seed1" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
@@ -349,4 +398,5 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}
     page = report.write_report(tmp_path / "out").read_text()
     assert "| `bam+ssmax` |" in page
+    assert "| `bam+ssmax @ data.batch_size=4` |" in page
     assert all((tmp_path / "out" / "figures" / n).exists() for n in ("tiny-retrieval-passkey.png",))
