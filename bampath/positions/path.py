@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from bampath.positions.conv import empty_conv, short_conv
+from bampath.positions.conv import empty_conv
+from bampath.positions.directions import directions
 from bampath.positions.options import option
 from bampath.positions.projections import project
 from bampath.positions.slots import Geometry, Param, Part, SlotName, Slots, Tokens
@@ -89,22 +90,11 @@ class PaTH(Part):
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any
     ) -> tuple[Slots, Any]:
         if self.rank == "full":
-            w = project(tokens.x, params["w"])
+            w = project(tokens.x, params["w"], rounded=True)
         else:
-            w = project(project(tokens.x, params["w_down"]).astype(tokens.x.dtype), params["w_up"])
-        if self.conv:
-            w, carry = self._convolve(w, params["conv"], tokens, carry)
+            w = project(project(tokens.x, params["w_down"], rounded=True), params["w_up"], rounded=True)
+        w, carry = directions(w, params.get("conv"), tokens, carry, self.silu, self.eps)
         beta = 2 * jax.nn.sigmoid(project(tokens.x, params["beta_kernel"]) + params["beta_bias"][None, None, :])
         real = (tokens.segment_ids >= 0)[:, :, None]  # padding moves nothing
         beta = jnp.where(real, jnp.minimum(beta, self.beta_max), 0)
-        return replace(slots, householder=(unit(w, self.eps), beta), scale_gates=self.scale_gates), carry
-
-    def _convolve(self, w_BTHD: Array, kernel: Array, tokens: Tokens, carry: Any) -> tuple[Array, Any]:
-        flat, taps = w_BTHD.reshape(*w_BTHD.shape[:2], -1), kernel.reshape(kernel.shape[0], -1)
-        flat, carry = short_conv(flat, taps, tokens.segment_ids, tokens.positions, carry)
-        return (jax.nn.silu(flat) if self.silu else flat).reshape(w_BTHD.shape), carry
-
-
-def unit(w: Array, eps: float) -> Array:
-    """w / √(Σ w² + eps) over the last axis: a unit vector, or 0 where w is 0."""
-    return w * jax.lax.rsqrt(jnp.sum(w * w, axis=-1, keepdims=True) + eps)
+        return replace(slots, householder=(w, beta), scale_gates=self.scale_gates), carry

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.conv import empty_conv, short_conv
-from bampath.positions.path import unit
+from bampath.positions.directions import directions
+from bampath.positions.projections import project
+from tests.helpers import relative_rms, x64
 from tests.positions import oracles
 
 GEOMETRY = Geometry(dim=6, heads=4, kv_heads=2, head_dim=4, train_length=64)
@@ -97,9 +99,73 @@ def test_start():
     np.testing.assert_array_equal(beta, np.ones((1, 3, 2)))
 
 
-def test_norm_has_a_gradient_at_zero():
-    np.testing.assert_array_equal(unit(jnp.zeros((2, 4)), 1e-6), np.zeros((2, 4)))
-    assert np.isfinite(jax.grad(lambda w: unit(w, 1e-6)[0])(jnp.zeros(4))).all()
+def _plain_directions(w, kernel, before, silu):
+    """Directions by matrices before[m] [B, T, T], which take each token to the m-th before it in its document."""
+    if kernel is not None:
+        w = sum(jnp.einsum("bts,bshd->bthd", before[m], w) * kernel[-1 - m][None, None] for m in range(len(kernel)))
+        w = w / (1 + jnp.exp(-w)) if silu else w
+    return w / jnp.sqrt(jnp.sum(w * w, -1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [0, 1, 3])
+@pytest.mark.parametrize("silu", [True, False])
+def test_gradients_of_directions(dtype, width, silu):
+    """Packed rows, padding at the ends, restarting positions; against the plain formula in float64."""
+    rng = np.random.default_rng([width, silu])
+    ids = np.asarray([[-1, 0, 0, 0, 0, 1, 2, 2, 2, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    positions = np.asarray([[0, 0, 1, 2, 3, 0, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    document = np.cumsum((np.diff(ids, axis=1, prepend=-2) != 0) | (positions == 0), axis=1)
+    real = (ids >= 0).astype(np.float64)
+    before = [
+        np.stack([np.eye(10, k=-m) * (row[:, None] == row[None, :]) for row in document]) for m in range(max(1, width))
+    ]
+    w = jnp.asarray(rng.normal(size=(2, 10, 2, 4)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(width, 2, 4)), jnp.float32) if width else None
+    d = jnp.asarray(rng.normal(size=w.shape) * real[:, :, None, None], jnp.float32)
+    tokens = _tokens(np.zeros((2, 10, 6)), ids, positions)
+
+    def both(run, w, kernel, d):
+        out, pull = jax.vjp(run, w, kernel)
+        return out, *pull(d)
+
+    got = both(lambda w, kernel: directions(w, kernel, tokens, None, silu, 1e-6)[0], w, kernel, d)
+    assert (got[0].dtype, got[1].dtype) == (jnp.float32, dtype)
+    with x64():
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (w, kernel, d))
+        want = both(lambda w, kernel: _plain_directions(w, kernel, before, silu), *wide)
+    seen = ids >= 0
+    np.testing.assert_allclose(np.asarray(got[0])[seen], np.asarray(want[0])[seen], atol=2e-5)
+    for ours, exact in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
+        assert relative_rms(ours, exact) < (1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_a_zero_vector_has_no_direction_and_a_gradient():
+    zeros, tokens = jnp.zeros((1, 2, 1, 4)), _tokens(np.zeros((1, 2, 6)))
+    run = lambda w: directions(w, None, tokens, None, True, 1e-6)[0]
+    np.testing.assert_array_equal(run(zeros), zeros)
+    grad = jax.grad(lambda w: run(w)[0, 0, 0, 0])(zeros)
+    np.testing.assert_allclose(grad[0, 0, 0], [1000, 0, 0, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rounded", [True, False])
+def test_gradients_of_projections(dtype, rounded):
+    rng = np.random.default_rng(11)
+    x, kernel = jnp.asarray(rng.normal(size=(2, 9, 6)), dtype), jnp.asarray(rng.normal(size=(6, 2, 3)), jnp.float32)
+    out, pull = jax.vjp(lambda x, kernel: project(x, kernel, rounded), x, kernel)
+    assert out.dtype == (dtype if rounded else "float32")
+    d = jnp.asarray(rng.normal(size=out.shape), out.dtype)
+    dx, dkernel = pull(d)
+    assert (dx.dtype, dkernel.dtype) == (dtype, "float32")
+    wide = [np.asarray(a, np.float64) for a in (x, kernel.astype(dtype), d)]
+    want = {
+        "out": (out, np.einsum("bti,ihk->bthk", wide[0], wide[1])),
+        "dx": (dx, np.einsum("bthk,ihk->bti", wide[2], wide[1])),
+        "dkernel": (dkernel, np.einsum("bti,bthk->ihk", wide[0], wide[2])),
+    }
+    for ours, exact in want.values():
+        assert relative_rms(ours, exact) < (1e-6 if dtype == "float32" else 5e-3)
 
 
 def test_bfloat16_input_gives_float32_slots():
