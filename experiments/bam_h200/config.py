@@ -11,7 +11,7 @@ SCHEMES = (
     *("path+bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
 )
 LOOKED_AT = ("bam+ssmax", "rope", "alibi")  # the cases whose attention is kept
-# Of the retrieval documents in the training text: half of the rows end in one, or there are none.
+# Of the retrieval documents in the training text: every row ends in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
 # What a case may change of the text: how rows are made of it. The text, its tokens and the questions all cells share.
 ROW_OPTIONS = ("batch_size", "sequence_length", "packing", "document_mask", "shuffle", "retrieval")
@@ -54,6 +54,7 @@ class Size:
 def _study(name: str, base: str, *overrides: str, vocab_size: int, batch_tokens: int = 131_072) -> Study:
     common = (
         "data.single_digits=true",
+        "data.retrieval.share=1",
         "train.accumulate=1",
         "train.eval_every=0",
         "data.workers=0",
@@ -68,7 +69,7 @@ SIZES = {
         Size(
             _study(
                 *("small", "l6", "model.heads=8", "optim.lr=0.002", "optim.warmup_steps=100"),
-                *("data.batch_size=16", "train.steps=2500"),
+                *("data.batch_size=32", "train.steps=2500"),
                 vocab_size=16_384,
             )
         ),

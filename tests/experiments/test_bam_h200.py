@@ -103,7 +103,7 @@ def test_batches_belong_to_the_data_of_a_case(gpt2: Path, tmp_path: Path) -> Non
     whole = HuggingFaceTokenizer(gpt2)
     np.array([*whole.encode(SENTENCES * 200), whole.vocab_size - 1], "<u2").tofile(tmp_path / "books.u16")
     books = str(tmp_path / "books.u16")
-    cases = ["bam+ssmax", "rope @ optim.lr=0.5", "rope @ data.batch_size=4", "nope @ data.retrieval.share=1"]
+    cases = ["bam+ssmax", "rope @ optim.lr=0.5", "rope @ data.batch_size=4", "nope @ data.retrieval.share=0.5"]
     cases += ["bam+ssmax @ data.batch_size=4 clamped"]
     options = ["model.vocab_size=300", "data.retrieval.kind=brief", "--text", books, "--held-out", books]
     options += ["--gpt2", str(gpt2), "--size", "tiny", "--seeds", "3", "--cases", *cases]
@@ -113,7 +113,7 @@ def test_batches_belong_to_the_data_of_a_case(gpt2: Path, tmp_path: Path) -> Non
     text.tokenizer_file(gpt2, 300, materials.tokenizer)
     run.prepare_batches(asked, found, materials, print)
     folders = [materials.rows(cell).name for cell in found]
-    first, more, share = (f"tiny-retrieval-seed3-50{end}" for end in ("", ",batch_size=4", ",retrieval.share=1.0"))
+    first, more, share = (f"tiny-retrieval-seed3-50{end}" for end in ("", ",batch_size=4", ",retrieval.share=0.5"))
     assert folders == [first, first, more, share, more]
     assert {path.name for path in (out / "rows").iterdir()} == {first, more, share}
     corpus = text.corpus_of_file(Path(books), gpt2, 300)
