@@ -3,6 +3,7 @@
 Rows are ragged and padded on either side. The short, always-run relatives are in test_scheme_matrix.py.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import jax
@@ -18,6 +19,14 @@ from tests.positions.matrix import SPECS
 
 pytestmark = pytest.mark.slow
 TOTAL, NEW, CHUNK = 300, 44, 64
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """A process that keeps the programs of every scheme runs out of memory maps."""
+    yield
+    case.cache_clear()
+    jax.clear_caches()
 
 
 @cache
