@@ -19,7 +19,7 @@ from bampath.analysis.figures import short_number
 from bampath.command import fail_gracefully
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
-from experiments.bam_h200.config import SCHEMES
+from experiments.bam_h200.config import SCHEMES, Cell
 from experiments.extrapolation.config import slug
 from experiments.tables import (
     by,
@@ -34,6 +34,7 @@ from experiments.tables import (
 )
 
 Row = dict[str, Any]
+Part = tuple[str, str, str]  # size, mix, what its cases change of the data
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 # A figure holds eight lines that can be told apart.
@@ -47,16 +48,48 @@ GROUPS = {
 MARKS = ((4, 0.9), (32, 0.7))  # times the training length, share of keys that BAM+SSMax was to find there
 
 
-def parts_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Any]]:
-    """(size, mix) -> what the shared tables read, schemes in the study's order and ablations behind them."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
+    """(size, mix, changes of the data) -> what the shared tables read, schemes in the study's order and ablations
+    behind them.
+
+    What cases change of the data is a recipe of its own and has its own part, in which they are named without it.
+    """
+    found: dict[Part, dict[str, Any]] = {}
     order = {case: index for index, case in enumerate(SCHEMES)}
-    for row in sorted(rows, key=lambda row: (order.get(row["case"], len(order)), row["case"])):
-        part = found.setdefault((row["size"], row["mix"]), {"study": {}, "rows": []})
+    named = [({**row, "case": case}, data) for row in rows for case, data in [without_data(row["case"])]]
+    place = lambda one: (one[1] != "", order.get(one[0]["case"], len(order)), one[0]["case"])
+    for row, data in sorted(named, key=place):
+        part = found.setdefault((row["size"], row["mix"], data), {"study": {}, "rows": []})
         part["rows"].append(row)
-        if "train_length" in row:  # of a case without changes, if there is one
+        if "train_length" in row:
             part["study"].setdefault("train_length", row["train_length"])
     return found
+
+
+def without_data(case: str) -> tuple[str, str]:
+    """A case without what it changes of the data, and that: ("rope @ optim.lr=0.004", "data.batch_size=16")."""
+    cell = Cell(case, 0)
+    data = [change for change in cell.changes if change.startswith("data.")]
+    rest = [change for change in cell.changes if change not in data]
+    return " @ ".join([cell.scheme, *([" ".join(rest)] if rest else [])]), " ".join(data)
+
+
+def stem(key: Part) -> str:
+    """What the names of a part's figures begin with."""
+    return "-".join(slug(name) for name in key if name)
+
+
+def title(key: Part) -> str:
+    size, mix, data = key
+    return f"Size {size}, mix {mix}" + (f", another recipe: `{data}`" if data else "")
+
+
+def seeds_told(runs: Sequence[Row]) -> str:
+    """How many seeds of which schemes: "3 seeds of `bam+ssmax`, 1 seed of `rope`, `alibi`"."""
+    counts: dict[int, list[str]] = {}
+    for case, own in by(runs, "case").items():
+        counts.setdefault(len({row["seed"] for row in own}), []).append(f"`{case}`")
+    return ", ".join(f"{n} seed{'s' * (n > 1)} of {', '.join(cases)}" for n, cases in sorted(counts.items())[::-1])
 
 
 def marks(part: dict[str, Any]) -> list[str]:
@@ -82,6 +115,8 @@ def _shares(part: dict[str, Any], case: str, length: int) -> list[float]:
 
 
 def _mean(shares: Sequence[float]) -> str:
+    if len(shares) == 1:
+        return f"{shares[0]:.2f} (one seed)"
     return f"{np.mean(shares):.2f} (seeds {', '.join(f'{share:.2f}' for share in shares)})"
 
 
@@ -191,18 +226,18 @@ def speed_table(speed: dict[str, Any]) -> str:
     return "\n\n".join([table(head, body), *(["\n".join(failed)] if failed else [])])
 
 
-def write_figures(folder: Path, rows: Sequence[Row]) -> dict[tuple[str, str], list[str]]:
-    """All figures into `folder`; their names by (size, mix)."""
-    names: dict[tuple[str, str], list[str]] = {}
+def write_figures(folder: Path, rows: Sequence[Row]) -> dict[Part, list[str]]:
+    """All figures into `folder`; their names by part."""
+    names: dict[Part, list[str]] = {}
     for key, part in parts_of(rows).items():
         for name, figure in figures_of(part):
-            path = save(figure, folder / f"{key[0]}-{key[1]}-{name}.png")
+            path = save(figure, folder / f"{stem(key)}-{name}.png")
             names.setdefault(key, []).append(path.name)
     return names
 
 
 def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) of one size and mix."""
+    """(name, figure) of one part."""
     trained = part["study"]["train_length"]
     of = lambda kind: [row for row in part["rows"] if row["benchmark"] == kind]
     for suffix, group in GROUPS.items():
@@ -222,7 +257,7 @@ def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "attention", attention_figure(shown)
 
 
-def report(results: dict[str, Any], figures: dict[tuple[str, str], list[str]], speed: dict[str, Any] | None) -> str:
+def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[str, Any] | None) -> str:
     """The report as Markdown."""
     env = results["env"]
     parts = [
@@ -243,17 +278,16 @@ def budgets(runs: Sequence[Row]) -> str:
     return " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in found)
 
 
-def section(key: tuple[str, str], part: dict[str, Any], figures: Sequence[str]) -> list[str]:
-    """One size and mix."""
-    seeds = len({row["seed"] for row in part["rows"]})
+def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str]:
+    """One size, mix and recipe."""
     runs = [row for row in part["rows"] if row["benchmark"] == "training"]
-    shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f.endswith(f"{key[1]}-{name}.png")]
+    shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f == f"{stem(key)}-{name}.png"]
     absent = [case for case in SCHEMES if case not in {row["case"] for row in runs}]
-    learned = [f"![{f}](figures/{f})" for f in figures if f"{key[1]}-exponents-" in f or f"{key[1]}-priors-" in f]
+    of_priors = tuple(f"{stem(key)}-{kind}-" for kind in ("exponents", "priors"))
+    learned = [f"![{f}](figures/{f})" for f in figures if f.startswith(of_priors)]
     return [
-        f"## Size {key[0]}, mix {key[1]}",
-        f"Trained at {part['study']['train_length']} tokens: {budgets(runs)}. {len(runs)} runs, up to {seeds} seeds "
-        "per scheme.",
+        f"## {title(key)}",
+        f"Trained at {part['study']['train_length']} tokens: {budgets(runs)}. {len(runs)} runs: {seeds_told(runs)}.",
         *([f"Not run: {', '.join(f'`{case}`' for case in absent)}."] if absent else []),
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
@@ -299,17 +333,17 @@ def publish(folder: Path, here: Path = HERE) -> None:
         shutil.rmtree(here / "figures", ignore_errors=True)
         shutil.copytree(folder / "figures", here / "figures")
     blocks = []
-    for (size, mix), part in parts_of(results["rows"]).items():
+    for key, part in parts_of(results["rows"]).items():
         told = "\n".join(f"- {line}" for line in [*marks(part), *findings(part)])
         runs = [row for row in part["rows"] if row["benchmark"] == "training"]
         seconds = sum(row["training_seconds"] + row["evaluation_seconds"] for row in runs)
         plain = [row for row in runs if "@" not in row["case"]] or runs
-        seeds, env = len({row["seed"] for row in runs}), results["env"]
         head = (
-            f"Size {size}, mix {mix}: {budgets(plain)}, {seeds} seed(s), {env['device']}, JAX "
-            f"{env['jax']}; the seconds of the {len(runs)} cells, several at a time, add to {seconds:.0f}."
+            f"{budgets(plain)}; {seeds_told(runs)}; {results['env']['device']}, JAX {results['env']['jax']}. The "
+            f"seconds of the {len(runs)} cells add to {seconds:.0f}; cells may have run at the same time."
         )
-        blocks += [head, passkey_table(part), told, digit_table(part), *filter(None, [finder_table(part)])]
+        shown = [head, passkey_table(part), told, digit_table(part), finder_table(part)]
+        blocks += [f"### {title(key)}", *filter(None, shown)]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
 
 

@@ -136,7 +136,7 @@ def test_a_case_changes_no_text_that_all_cells_share(change: str) -> None:
     assert Cell("rope @ data.workers=1", 0).config(Path("t.json"), "x").data.workers == 1
 
 
-def test_the_length_of_training_is_that_of_the_case_without_changes() -> None:
+def test_what_cases_change_of_the_data_is_a_part_of_its_own() -> None:
     training_row = lambda case, length, tokens: {
         **_row(case, 0, 512, 1.0),
         "benchmark": "training",
@@ -144,10 +144,26 @@ def test_the_length_of_training_is_that_of_the_case_without_changes() -> None:
         "steps": 50,
         "tokens": tokens,
     }
-    made = [training_row("bam+ssmax @ data.sequence_length=1024", 1024, 9), training_row("rope", 512, 5)]
-    part = report.parts_of(made)["small", "retrieval"]
-    assert part["study"]["train_length"] == 512
-    assert report.budgets(part["rows"]) == "50 steps, 5 tokens or 50 steps, 9 tokens"
+    own = "data.sequence_length=1024"
+    made = [
+        training_row(f"bam+ssmax @ {own}", 1024, 9),
+        training_row("rope @ optim.lr=0.1", 512, 5),
+        training_row(f"rope @ optim.lr=0.1 {own}", 1024, 10),
+        training_row("alibi @ train.steps=9", 512, 7),
+        {**training_row("rope", 512, 5), "seed": 1},
+        training_row("rope", 512, 5),
+    ]
+    parts = report.parts_of(made)
+    plain, other = ("small", "retrieval", ""), ("small", "retrieval", own)
+    assert list(parts) == [plain, other]  # the study's own recipe comes first
+    assert [parts[key]["study"]["train_length"] for key in (plain, other)] == [512, 1024]
+    assert [row["case"] for row in parts[other]["rows"]] == ["bam+ssmax", "rope @ optim.lr=0.1"]
+    assert report.budgets(parts[plain]["rows"]) == "50 steps, 5 tokens or 50 steps, 7 tokens"
+    told = "2 seeds of `rope`, 1 seed of `alibi @ train.steps=9`, `rope @ optim.lr=0.1`"
+    assert report.seeds_told(parts[plain]["rows"]) == told
+    assert report.stem(plain) == "small-retrieval"
+    assert report.stem(other) == "small-retrieval-data-sequence-length-1024"
+    assert made[0]["case"] == f"bam+ssmax @ {own}"  # the rows that were given stay as they were
 
 
 def test_stacked_muon_is_muon() -> None:
@@ -321,6 +337,8 @@ def test_the_report_says_whether_the_marks_are_reached() -> None:
         "Mark for `bam+ssmax`: 0.9, reached."
     )
     assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
+    alone, _ = report.marks({**part, "rows": [row for row in made if row["seed"] == 1]})
+    assert "`rope` 0.10 (one seed). Mark" in alone
 
 
 def test_results_of_several_calls_become_one() -> None:
@@ -398,5 +416,5 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}
     page = report.write_report(tmp_path / "out").read_text()
     assert "| `bam+ssmax` |" in page
-    assert "| `bam+ssmax @ data.batch_size=4` |" in page
+    assert "## Size tiny, mix retrieval, another recipe: `data.batch_size=4`" in page
     assert all((tmp_path / "out" / "figures" / n).exists() for n in ("tiny-retrieval-passkey.png",))
