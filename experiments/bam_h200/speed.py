@@ -126,7 +126,7 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
     """Run the shapes that have no complete set of rows yet and write the file after each cell.
 
     A shape is done in one go, so that its ratios compare what ran side by side. retry: a row of a cell that failed does
-    not count.
+    not count. ValueError before a shape is run again without a case that has a measured row.
     """
     from bampath.evaluation.results import write_results
 
@@ -140,12 +140,24 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
         if time.monotonic() - begin > 60 * minutes:
             print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
             break
+        _refuse_loss(shape.name, mine, kept["rows"], out)
         kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape.name]
         for row, env in side_by_side(mine):
             kept["env"] |= env
             kept["rows"] = with_ratios([*kept["rows"], row])
             write_results(out, kept["env"], kept["rows"])
             print(show(kept["rows"][-1]), flush=True)
+
+
+def _refuse_loss(shape: str, cells: Sequence[Cell], rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """ValueError if a shape has a measured row that `cells`, which replace all of its rows, would not make again."""
+    asked = {cell.what for cell in cells}
+    lost = [row["case"] for row in rows if row["shape"] == shape and "failed" not in row and row["case"] not in asked]
+    if lost:
+        raise ValueError(
+            f"{out} has rows of {', '.join(lost)} at {shape}, which are lost when the shape is run without them: "
+            f"name them in --cases as well, or choose another --out"
+        )
 
 
 def side_by_side(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -123,6 +123,19 @@ def test_cells_that_fail_have_a_row_with_the_reason(
     assert len(json.loads(out.read_text())["rows"]) == 4
 
 
+def test_a_shape_is_not_run_again_without_cells_that_were_measured(fakes: list[str], tmp_path: Path) -> None:
+    out, own = tmp_path / "speed.json", [cell for cell in speed.CELLS if cell.shape.name == "432m"]
+    row = speed.facts(own[0]) | {"tokens_per_second": 10.0}
+    failed = [speed.facts(cell) | {"failed": "MemoryError"} for cell in own[2:]]
+    out.write_text(json.dumps({"env": {}, "rows": [row, *failed]}))
+    with pytest.raises(ValueError, match=r"rows of torch at 432m.*name them in --cases"):
+        speed.run(own[3:], out, minutes=1, retry=True)
+    assert json.loads(out.read_text())["rows"] == [row, *failed]
+    assert fakes == []
+    speed.run([own[0], own[3]], out, minutes=1, retry=True)
+    assert fakes == [own[0].name, own[3].name]
+
+
 def test_a_reason_is_a_line() -> None:
     assert speed.reason("", -9) == "ended with status -9"
     assert speed.reason("Killed\n\n", 1) == "Killed"
