@@ -58,7 +58,7 @@ class Materials:
 
 
 def asked_of(cell: Cell) -> Asked:
-    """What the cell is asked: schemes without a fused kernel only up to `slow`."""
+    """What the cell is asked: PaTH's schemes only up to `slow`."""
     asked = SIZES[cell.size].asked
     if not cell.scheme.startswith("path"):
         return asked
