@@ -27,8 +27,8 @@ class Asked:
     passkey: groups of prompt lengths, far: lengths beyond, read through the cache, for models that still find a key at
     the last of them; samples: prompts per length, far_samples beyond; niah: lengths of RULER's single needles;
     perplexity: length of a row of held-out text, perplexity_rows: how many, one per book; attention: lengths of the
-    prompts whose attention is kept; slow: the longest length for PaTH's schemes, whose long
-    prompts would take most of the time.
+    prompts whose attention is kept; slow: the longest length for PaTH's schemes, whose
+    longest prompts would take most of the time.
     """
 
     passkey: tuple[tuple[int, ...], ...] = ((512, 1024, 2048, 4096), (8192, 16384), (32768,))
