@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bampath.config import Config, override, to_json
+from bampath.config import Config, to_json
 from bampath.data.loader import row_options
 from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
 from experiments.studies import rows_of_cell
@@ -116,11 +116,11 @@ class Worker:
         config, asked = materials.config(first), self.asked
         self.tokens, self.tokenizer = SIZES[first.size].study.batch_tokens, tokenizer_of(config.data)
         self.trainer = Trainer(config, pool, 0.0 if CLAMPED in first.changes else None)
-        model, shapes = self.trainer.model, self.trainer.declared.shapes
+        model, shapes = build_model(config), self.trainer.declared.shapes
         widths = sorted({max(group) for group in (*asked.passkey, *asked.niah)})
         self.reader = measure.CompiledReader(model, shapes, asked.chunk, widths, asked.perplexity, self.tokens, pool)
-        unrolled = build_model(override(config, "model.scan=false"))  # a loop over layers hides what is inside
         lengths = asked.attention if first.case in LOOKED_AT else ()
+        unrolled = self.trainer.model  # a loop over layers hides what is inside
         self.attention = measure.Attention(unrolled, shapes, self.tokenizer, lengths, pool)
         self.trainer.wait()
         parent.send(("say", f"{first.case}: compiled in {time.monotonic() - begin:.0f} s"))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bampath.config import Config
+from bampath.config import Config, override
 from bampath.params import unbox
 from bampath.step import Batch, TrainState, build_model, declare, make_train_step
 from experiments.bam_h200.optimizer import optimizer_of
@@ -38,7 +38,9 @@ class Trainer:
     """
 
     def __init__(self, config: Config, pool: Executor, least_exponent: float | None = None) -> None:
-        self.config, self.model = config, build_model(config)
+        self.config = config
+        # With the same numbers as in a loop over layers, which writes and reads twice as much.
+        self.model = build_model(override(config, "model.scan=false"))
         self.declared = declare(self.model)
         self._optimizer = optimizer_of(config, self.declared)
         if config.train.steps % BLOCK:
