@@ -16,7 +16,7 @@ import numpy as np
 
 from bampath.config import Config, to_json
 from bampath.data.loader import row_options
-from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
+from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Cell
 from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
@@ -57,16 +57,6 @@ class Materials:
         return cell.config(self.tokenizer, self.source, self.overrides)
 
 
-def asked_of(cell: Cell) -> Asked:
-    """What the cell is asked: PaTH's schemes only up to `slow`."""
-    asked = SIZES[cell.size].asked
-    if not cell.scheme.startswith("path"):
-        return asked
-    short = lambda groups: tuple(kept for g in groups if (kept := tuple(n for n in g if n <= asked.slow)))
-    perplexity = min(asked.perplexity, asked.slow)
-    return replace(asked, passkey=short(asked.passkey), niah=short(asked.niah), perplexity=perplexity, far=())
-
-
 def finished(cell: Cell, materials: Materials) -> list[Row] | None:
     """The rows of a cell that is done; None if it is not. ValueError if the file is damaged or of other options."""
     return rows_of_cell(materials.out / "cells" / cell.slug / "rows.json", identity(cell, materials))
@@ -76,7 +66,7 @@ def identity(cell: Cell, materials: Materials) -> dict[str, Any]:
     """Everything that decides a cell's rows."""
     config = json.loads(to_json(materials.config(cell)))
     config["data"]["tokenizer"] = materials.tokenizer.name  # wherever the study lies
-    return {"cell": asdict(cell), "config": config, "asked": json.loads(json.dumps(asdict(asked_of(cell))))}
+    return {"cell": asdict(cell), "config": config, "asked": json.loads(json.dumps(asdict(SIZES[cell.size].asked)))}
 
 
 def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connection, gpu: str | None = None) -> None:
@@ -111,7 +101,7 @@ class Worker:
         from experiments.bam_h200.training import Trainer
 
         begin, pool = time.monotonic(), ThreadPoolExecutor(8)
-        self.materials, self.parent, self.asked = materials, parent, asked_of(first)
+        self.materials, self.parent, self.asked = materials, parent, SIZES[first.size].asked
         self.kept: tuple[Cell, Any, list[Row]] | None = None
         config, asked = materials.config(first), self.asked
         self.tokens, self.tokenizer = SIZES[first.size].study.batch_tokens, tokenizer_of(config.data)
@@ -164,7 +154,8 @@ class Worker:
         self.parent.send(("want", cell, True))
         if self.parent.recv() != "go":
             return
-        self.reader.chunk = FAR_CHUNK
+        # Read in pieces, PaTH moves all keys so far for each; its kernels take the whole row.
+        self.reader.chunk = 2 * max(self.asked.far) if cell.scheme.startswith("path") else FAR_CHUNK
         found = measure.far(self.reader, self.tokenizer, self.asked, self.tokens)
         self.parent.send(("free",))
         facts = {name: rows[0][name] for name in ("case", "seed", "mix", "size")}

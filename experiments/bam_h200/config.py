@@ -24,11 +24,10 @@ CLAMPED = "clamped"  # in a case: theta_beta is put back to at least 0 after eve
 class Asked:
     """What a trained model is asked, in tokens. Lengths of one group are read in rows of one width.
 
-    passkey: groups of prompt lengths, far: lengths beyond, read through the cache, for models that still find a key at
-    the last of them; samples: prompts per length, far_samples beyond; niah: lengths of RULER's single needles;
+    passkey: groups of prompt lengths, far: lengths beyond, for models that still find a key at the last of them;
+    samples: prompts per length, far_samples beyond; niah: lengths of RULER's single needles;
     perplexity: length of a row of held-out text, perplexity_rows: how many, one per book; attention: lengths of the
-    prompts whose attention is kept; slow: the longest length for PaTH's schemes, whose
-    longest prompts would take most of the time.
+    prompts whose attention is kept; chunk: the longest row that is read in one forward pass.
     """
 
     passkey: tuple[tuple[int, ...], ...] = ((512, 1024, 2048, 4096), (8192, 16384), (32768,))
@@ -40,7 +39,6 @@ class Asked:
     perplexity: int = 32_768
     perplexity_rows: int = 16
     attention: tuple[int, ...] = (512, 8192)
-    slow: int = 16_384
     chunk: int = 40_960
 
 
@@ -97,7 +95,6 @@ SIZES = {
                 perplexity=512,
                 perplexity_rows=3,
                 attention=(128,),
-                slow=512,
                 chunk=2048,
             ),
         ),
