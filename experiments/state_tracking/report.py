@@ -64,6 +64,7 @@ def report(results: dict[str, Any], figures: dict[str, Path]) -> str:
         f"Seeds {study['seeds']}."
         + ("" if study["complete"] else " Not complete yet: the rest of the cells comes with --resume.")
     ]
+    parts += [f"`{name}` failed: {why}" for name, why in study.get("failed", {}).items()]
     if len({row["trained_on"] for row in results["rows"]}) > 1:
         parts += ["## Overview", overview_table(results["rows"])]
     for trial in study["trials"]:

@@ -5,6 +5,7 @@
     python -m experiments.state_tracking.run --size gpu --out runs/state --resume
 
 Cells are kept one by one: --minutes starts no further cell after that time, --resume goes on where a study stopped.
+A cell that fails is named with the reason and the others go on; the status is 1 then, and --resume runs it again.
 results.json, report.md and figures grow in --out; --publish copies them beside this script.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -42,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = folder_of(options, RUNS)
     with alone(out):
         results = run_study(study, out, options.minutes, options.together)
+    failed = results["study"].get("failed", {})
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}; --resume runs what failed again")
     if options.publish:
         publish(out, HERE, results)
 
@@ -81,7 +86,8 @@ def study_of(options: argparse.Namespace) -> Study:
 
 
 def run_study(study: Study, out: Path, minutes: float = float("inf"), together: int = 1) -> dict[str, Any]:
-    """Run the cells that are missing, write everything after each; returns the results.
+    """Run the cells that are missing, write everything after each; returns the results, in whose study `failed` says
+    {name: why} of cells that were tried in this call in vain.
 
     together: chains of cells (a task and a scheme, depth after depth) that are worked off at a time, one process each.
     """
@@ -89,17 +95,17 @@ def run_study(study: Study, out: Path, minutes: float = float("inf"), together: 
 
     if together > 1:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the device
-    env, start = environment(), time.monotonic()
+    env, start, failed = environment(), time.monotonic(), dict[str, str]()
     print(f"{out}\n{env['device']}, {env['platform']}, JAX {env['jax']}, {env['date']}", flush=True)
-    write = lambda: _write(study, out, env, start)
+    write = lambda: _write(study, out, env, start, failed)
     write()
     chains = [(trial, scheme) for trial in study.trials for scheme in trial.schemes]
     latest = time.time() + 60 * minutes
     if together == 1:
         for trial, scheme in chains:
-            run_chain(trial, scheme, study.seeds, out, latest, write)
+            failed |= run_chain(trial, scheme, study.seeds, out, latest, write)
     else:
-        _side_by_side(chains, study.seeds, out, latest, together, write)
+        _side_by_side(chains, study.seeds, out, latest, together, write, failed)
     results = write()
     print(f"report    {out / 'report.md'}\ntotal     {time.monotonic() - start:.0f} s")
     return results
@@ -107,21 +113,44 @@ def run_study(study: Study, out: Path, minutes: float = float("inf"), together: 
 
 def run_chain(
     trial: Trial, scheme: str, seeds: tuple[int, ...], out: Path, latest: float, done: Callable[[], Any] = lambda: None
-) -> None:
-    """The cells of one task and scheme, depth after depth; `done` is called after each. None starts after `latest`."""
-    from experiments.state_tracking.cells import finished, run_cell
+) -> dict[str, str]:
+    """The cells of one task and scheme, depth after depth; `done` is called after each. None starts after `latest`.
 
-    study, rows = Study("", (replace(trial, schemes=(scheme,)),), seeds), list[dict[str, Any]]()
+    Returns {name: why} of those that failed, which have not solved the task: the deeper ones go on. OSError ends the
+    chain: where a file cannot be written, that of the next cell cannot be either.
+    """
+    from experiments.state_tracking.cells import finished
+
+    study, rows, failed = Study("", (replace(trial, schemes=(scheme,)),), seeds), list[dict[str, Any]](), {}
     for cell in cells_of(study, rows):
         own = finished(cell, out)
         if own is None:
             if time.time() > latest:
                 print(f"{cell.slug}: left for --resume, the time is over", flush=True)
-                return
+                break
             print(f"{cell.trial.task}, {scheme}, {cell.layers} layer(s), seeds {list(seeds)}", flush=True)
-            own = run_cell(cell, out, partial(_say, cell.slug))
+            own, why = _try(cell, out)
+            if why is not None:
+                failed[cell.slug] = why
             done()
         rows += own
+    return failed
+
+
+def _try(cell: Any, out: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The rows of a cell that is run now, or none and why it failed, which is shown."""
+    from experiments.state_tracking.cells import run_cell
+
+    try:
+        return run_cell(cell, out, partial(_say, cell.slug)), None
+    except OSError:
+        raise
+    except Exception as error:
+        if not isinstance(error, FloatingPointError):  # that one says all there is to know
+            traceback.print_exc(limit=-6)
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(f"{cell.slug} failed: {why}", file=sys.stderr, flush=True)
+        return [], why
 
 
 def _say(slug: str, text: str) -> None:
@@ -135,8 +164,10 @@ def _side_by_side(
     latest: float,
     together: int,
     write: Callable[[], Any],
+    failed: dict[str, str],
 ) -> None:
-    """`run_chain` for all of them in processes of their own. A chain that fails lets the others end, then raises."""
+    """`run_chain` for all of them in processes of their own, whose failed cells go into `failed`. A chain that cannot
+    go on lets the others end, then raises."""
     with ProcessPoolExecutor(together, get_context("spawn")) as pool:
         jobs = {pool.submit(run_chain, *chain, seeds, out, latest): chain for chain in chains}
         open_jobs, seen = set(jobs), -1
@@ -147,7 +178,9 @@ def _side_by_side(
                 write()
                 seen = count
             for job in over:
-                if job.exception() is not None:
+                if job.exception() is None:
+                    failed |= job.result()
+                else:
                     print(f"{jobs[job][0].task}, {jobs[job][1]}: {job.exception()!r}", file=sys.stderr, flush=True)
     for job in jobs:
         job.result()
@@ -167,7 +200,7 @@ def cells_of(study: Study, rows: list[dict[str, Any]]) -> Iterator[Any]:
                     yield Cell(trial, scheme, layers, study.seeds)
 
 
-def _write(study: Study, out: Path, env: dict[str, Any], start: float) -> dict[str, Any]:
+def _write(study: Study, out: Path, env: dict[str, Any], start: float, failed: dict[str, str]) -> dict[str, Any]:
     """Write what is finished: results.json, and report.md with figures where there are rows; returns the results."""
     from bampath.evaluation.results import write_results
     from experiments.state_tracking.cells import finished
@@ -179,7 +212,7 @@ def _write(study: Study, out: Path, env: dict[str, Any], start: float) -> dict[s
         complete &= own is not None
         rows += own or []
     facts = {**describe(study), "complete": complete, "seconds_of_this_call": round(time.monotonic() - start, 1)}
-    facts |= {"cpu_seconds_of_this_call": round(_cpu_seconds(), 1)}
+    facts |= {"cpu_seconds_of_this_call": round(_cpu_seconds(), 1)} | ({"failed": dict(failed)} if failed else {})
     write_results(out / "results.json", env, rows, study=facts)
     results = {"env": env, "study": facts, "rows": rows}
     if rows:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from bampath.evaluation.results import write_json
 from bampath.evaluation.state import __main__ as command
 from bampath.evaluation.state.tasks import parse_task
 from experiments.state_tracking import cells, merge, report, run, training
@@ -89,13 +90,14 @@ def test_finished_cells_are_read_and_others_refused(results, study, out, monkeyp
 
 @pytest.mark.slow
 def test_side_by_side_gives_the_same(results, study, out, tmp_path):
-    """Chains in processes of their own: the same rows but for the seconds, and one that fails does not stop others."""
+    """Chains in processes of their own: the same rows but for the seconds; a cell that fails is named, others go on."""
     again = run.run_study(study, tmp_path / "both", together=2)
     timeless = lambda rows: [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
     assert timeless(again["rows"]) == timeless(json.loads(json.dumps(results["rows"])))
     bad = replace(TRIALS[0], schemes=("nope", "learned(rows=2)"))  # fails when it is traced, in its own process
-    with pytest.raises(ValueError, match="learned: 8 positions"):
-        run.run_study(Study("test", (bad,), (0,)), tmp_path / "bad", together=2)
+    told = run.run_study(Study("test", (bad,), (0,)), tmp_path / "bad", together=2)["study"]["failed"]
+    assert list(told) == ["fflm-pairs-4-learned-rows-2-1l"]
+    assert told["fflm-pairs-4-learned-rows-2-1l"].startswith("ValueError: learned: 8 positions")
     kept = json.loads((tmp_path / "bad" / "results.json").read_text(encoding="utf-8"))
     assert {row["case"] for row in kept["rows"]} == {"nope"}
     assert not kept["study"]["complete"]
@@ -179,6 +181,50 @@ def test_a_seed_that_is_not_finite_is_named(monkeypatch):
     with pytest.raises(FloatingPointError, match=r"nope, 2 layer\(s\): .* of seeds \[6\] .* in the steps 1 to 3"):
         training.train(config, task, (5, 6), lambda step, loss: shown.append(step))
     assert not shown
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(results, study, tmp_path, monkeypatch, capsys):
+    """One at a time: status 1 at the end and nothing published; --resume runs that cell alone."""
+    monkeypatch.setitem(run.SIZES, "cpu", study)
+    monkeypatch.setattr(run, "HERE", tmp_path / "beside")
+    tried = []
+
+    def run_cell(cell, out, say):
+        tried.append(cell.slug)
+        if len(tried) == 2:
+            raise FloatingPointError("nope: a loss of seeds [1] was not finite\nin a second line")
+        rows = [row for row in results["rows"] if (row["trained_on"], row["layers"]) == (cell.trial.task, cell.layers)]
+        write_json(out / "cells" / cell.slug / "rows.json", {"identity": cells._identity(cell), "rows": rows})
+        return rows
+
+    monkeypatch.setattr(cells, "run_cell", run_cell)
+    flips, bad, deeper = "fflm-pairs-4-nope-1l", "words-letters-2-nope-1l", "words-letters-2-nope-2l"
+    command_line = ["--out", str(tmp_path / "out"), "--publish"]
+    with pytest.raises(SystemExit, match=f"^error: failed: {bad}; --resume"):  # a message is status 1
+        run.main(command_line)
+    assert tried == [flips, bad, deeper]
+    why = "FloatingPointError: nope: a loss of seeds [1] was not finite"
+    assert capsys.readouterr().err.splitlines() == [f"{bad} failed: {why}"]
+    kept = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert {(row["trained_on"], row["layers"]) for row in kept["rows"]} == {(TRIALS[0].task, 1), (TRIALS[1].task, 2)}
+    assert (kept["study"]["complete"], kept["study"]["failed"]) == (False, {bad: why})
+    assert f"`{bad}` failed: {why}" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8").splitlines()
+    assert not (tmp_path / "beside").exists()
+    (tmp_path / "beside").mkdir()
+    run.main([*command_line, "--resume"])
+    assert tried[3:] == [bad]
+    published = json.loads((tmp_path / "beside" / "results-test.json").read_text(encoding="utf-8"))["study"]
+    assert published["complete"]
+    assert "failed" not in published
+
+
+def test_a_file_that_cannot_be_written_ends_the_study(study, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cells, "train", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.run_study(study, tmp_path / "out")
 
 
 def test_publishing_keeps_the_sizes_apart(results, out, tmp_path):
