@@ -126,7 +126,8 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
     """Run the shapes that have no complete set of rows yet and write the file after each cell.
 
     A shape is done in one go, so that its ratios compare what ran side by side. retry: a row of a cell that failed does
-    not count. ValueError before a shape is run again without a case that has a measured row.
+    not count. Rows that a shape has from an earlier call stay in the file until all of its new ones take their place.
+    ValueError before a shape is run again without a case that has a measured row.
     """
     from bampath.evaluation.results import write_results
 
@@ -141,12 +142,15 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
             print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
             break
         _refuse_loss(shape.name, mine, kept["rows"], out)
-        kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape.name]
+        others = [row for row in kept["rows"] if row["shape"] != shape.name]
+        again, made = len(others) < len(kept["rows"]), list[dict[str, Any]]()
         for row, env in side_by_side(mine):
+            made = with_ratios([*made, row])
             kept["env"] |= env
-            kept["rows"] = with_ratios([*kept["rows"], row])
-            write_results(out, kept["env"], kept["rows"])
-            print(show(kept["rows"][-1]), flush=True)
+            if not again or len(made) == len(mine):
+                kept["rows"] = [*others, *made]
+                write_results(out, kept["env"], kept["rows"])
+            print(show(row), flush=True)
 
 
 def _refuse_loss(shape: str, cells: Sequence[Cell], rows: Sequence[dict[str, Any]], out: Path) -> None:

@@ -123,6 +123,39 @@ def test_cells_that_fail_have_a_row_with_the_reason(
     assert len(json.loads(out.read_text())["rows"]) == 4
 
 
+def test_rows_of_an_earlier_call_stay_until_all_new_ones_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A call that is killed midway leaves what it found; where it found nothing of the shape, what it has made."""
+    out, own = tmp_path / "speed.json", [cell for cell in speed.CELLS if cell.shape.name == "432m"]
+    timed = lambda cell, rate: speed.facts(cell) | {"tokens_per_second": rate, "mfu": None, "memory_bytes": None}
+    other, failed = timed(speed.CELLS[0], 5.0), speed.facts(own[3]) | {"failed": "MemoryError"}
+    older = [other, *(timed(cell, 10.0) for cell in own[:3]), failed]
+
+    def call(cells_before_the_kill: int, retry: bool = True) -> None:
+        def side_by_side(cells: list[speed.Cell]) -> Any:
+            yield from ((timed(cell, 20.0), {"jax": "new"}) for cell in cells[:cells_before_the_kill])
+            if cells_before_the_kill < len(cells):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(speed, "side_by_side", side_by_side)
+        speed.run(own, out, minutes=1, retry=retry)
+
+    rates = lambda: [row.get("tokens_per_second") for row in json.loads(out.read_text())["rows"]]
+    for count in range(len(own)):
+        out.write_text(json.dumps({"env": {"jax": "old"}, "rows": older}))
+        with pytest.raises(KeyboardInterrupt):
+            call(count)
+        assert json.loads(out.read_text()) == {"env": {"jax": "old"}, "rows": older}
+    call(len(own))
+    assert rates() == [5.0, 20.0, 20.0, 20.0, 20.0]
+    assert json.loads(out.read_text())["env"] == {"jax": "new"}
+    out.write_text(json.dumps({"env": {}, "rows": [other]}))
+    with pytest.raises(KeyboardInterrupt):
+        call(2, retry=False)
+    assert rates() == [5.0, 20.0, 20.0]
+
+
 def test_a_shape_is_not_run_again_without_cells_that_were_measured(fakes: list[str], tmp_path: Path) -> None:
     out, own = tmp_path / "speed.json", [cell for cell in speed.CELLS if cell.shape.name == "432m"]
     row = speed.facts(own[0]) | {"tokens_per_second": 10.0}
