@@ -32,15 +32,15 @@ def passkey_table(results: dict[str, Any]) -> str:
 
 
 def perplexity_table(results: dict[str, Any]) -> str:
-    """Schemes by windows of positions (1×, 2×, 4×, …), mean loss over seeds."""
+    """Schemes by windows of positions (1×, 2×, 4×, …), mean loss over seeds; empty where a scheme was not asked."""
     rows = [row for row in results["rows"] if row["benchmark"] == "perplexity"]
     trained = results["study"]["train_length"]
     ends = [end for end in sorted({row["end"] for row in rows}) if (end // trained).bit_count() == 1]
     head = ["scheme", *(f"to {short_number(end)} ({end // trained}×)" for end in ends)]
     body = []
     for case, own in by(rows, "case").items():
-        losses = [np.mean([row["loss"] for row in own if row["end"] == end]) for end in ends]
-        body.append([f"`{case}`", *(f"{np.exp(loss):.2f}" for loss in losses)])
+        losses = [[row["loss"] for row in own if row["end"] == end] for end in ends]
+        body.append([f"`{case}`", *(f"{np.exp(np.mean(loss)):.2f}" if loss else "" for loss in losses)])
     return table(head, body)
 
 

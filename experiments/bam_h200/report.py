@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
 from bampath.analysis.figures import short_number
@@ -20,6 +21,7 @@ from bampath.command import fail_gracefully
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES, Cell
+from experiments.bam_h200.marks import marks
 from experiments.extrapolation.config import slug
 from experiments.tables import (
     by,
@@ -39,13 +41,17 @@ HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 # A figure holds eight lines that can be told apart.
 GROUPS = {
-    "": ("bam+ssmax", "rope", "alibi", "bam", "nope", "sinusoidal", "fox(bias=5)", "path+fox(bias=5)"),
-    "-more": (
-        *("bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
-        *("path", "path+fox(bias=5)", "path+bam+ssmax"),
+    "": ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "path+fox(bias=5)", "path", "alibi", "rope"),
+    "-more": (*("bam+ssmax", "nope+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "rope+ssmax", "alibi+ssmax"),),
+    "-ablations": (
+        *("bam+ssmax", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)", "bam+ssmax @ clamped"),
+        *("bam(init=laplace)+ssmax", "bam"),
     ),
 }
-MARKS = ((4, 0.9), (32, 0.7))  # times the training length, share of keys that BAM+SSMax was to find there
+BY_DEPTH = ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "alibi", "rope")  # the cases of the figure by depth
+# The cases whose learned priors are drawn: the tables have all of them.
+DRAWN_PRIORS = ("bam", "bam+ssmax", "path+bam+ssmax")
+COLOURS = 96  # of a figure's file, which is then a third as large
 
 
 def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
@@ -90,34 +96,6 @@ def seeds_told(runs: Sequence[Row]) -> str:
     for case, own in by(runs, "case").items():
         counts.setdefault(len({row["seed"] for row in own}), []).append(f"`{case}`")
     return ", ".join(f"{n} seed{'s' * (n > 1)} of {', '.join(cases)}" for n, cases in sorted(counts.items())[::-1])
-
-
-def marks(part: dict[str, Any]) -> list[str]:
-    """Whether BAM+SSMax finds the keys that it was to find, beside RoPE and ALiBi, in numbers."""
-    lines = []
-    for times, least in MARKS:
-        shares = {case: _shares(part, case, times * part["study"]["train_length"]) for case in MAIN}
-        if not shares[MAIN[0]]:
-            continue
-        told = "; ".join(f"`{case}` {_mean(own)}" for case, own in shares.items() if own)
-        reached = "reached" if np.mean(shares[MAIN[0]]) >= least else "not reached"
-        lines.append(f"{times}× the training length: {told}. Mark for `{MAIN[0]}`: {least:g}, {reached}.")
-    return lines
-
-
-def _shares(part: dict[str, Any], case: str, length: int) -> list[float]:
-    """Share of keys found at a length, one number per seed."""
-    return [
-        row["accuracy"]
-        for row in sorted(part["rows"], key=lambda row: row["seed"])
-        if row["benchmark"] == "passkey" and row["case"] == case and row["length"] == length
-    ]
-
-
-def _mean(shares: Sequence[float]) -> str:
-    if len(shares) == 1:
-        return f"{shares[0]:.2f} (one seed)"
-    return f"{np.mean(shares):.2f} (seeds {', '.join(f'{share:.2f}' for share in shares)})"
 
 
 def niah_table(part: dict[str, Any]) -> str:
@@ -232,29 +210,52 @@ def write_figures(folder: Path, rows: Sequence[Row]) -> dict[Part, list[str]]:
     for key, part in parts_of(rows).items():
         for name, figure in figures_of(part):
             path = save(figure, folder / f"{stem(key)}-{name}.png")
+            with Image.open(path) as image:
+                image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
             names.setdefault(key, []).append(path.name)
     return names
 
 
 def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) of one part."""
+    """(name, figure) of one part; only perplexity where no key was found."""
     trained = part["study"]["train_length"]
     of = lambda kind: [row for row in part["rows"] if row["benchmark"] == kind]
+    near = [row for row in of("passkey") if row["length"] <= 64 * trained]
+    found = any(row["correct"] for row in near)
     for suffix, group in GROUPS.items():
-        keys = [row for row in of("passkey") if row["case"] in group and row["length"] <= 64 * trained]
-        if keys and (not suffix or len({row["case"] for row in keys}) > 1):
+        keys, losses = _of_group(near, group), _of_group(of("perplexity"), group)
+        if not keys or (suffix and len({row["case"] for row in keys}) < 2):
+            continue
+        if found:
             yield f"passkey{suffix}", passkey_figure(keys, trained)
-            losses = [row for row in of("perplexity") if row["case"] in group]
-            yield f"perplexity{suffix}", perplexity_figure(losses, trained)
-    yield "passkey-depth", heatmap_figure(of("passkey"), trained)
-    learned = [row for row in of("prior") if "bam/theta_beta" in row["parameters"]]
+        if suffix != "-ablations":  # their lines lie on each other
+            yield f"perplexity{suffix}", perplexity_figure(_half_octaves(losses, trained), trained)
+    if found:
+        yield "passkey-depth", heatmap_figure(_of_group(near, BY_DEPTH) or near, trained)
+    learned = [row for row in of("prior") if found and row["case"] in DRAWN_PRIORS]
     for case, heads in by(learned, "case").items():
         yield f"exponents-{slug(case)}", exponent_figure(heads, f"Heads of {case}")
         first = [row for row in heads if row["seed"] == heads[0]["seed"]]
         yield f"priors-{slug(case)}", prior_figure(first, trained, f"Priors of {case}")
     shown = [row for row in of("attention") if row["case"] in MAIN and "row" in row]
-    if shown:
+    if found and shown:
         yield "attention", attention_figure(shown)
+
+
+def _of_group(rows: Sequence[Row], group: Sequence[str]) -> list[Row]:
+    """The rows of the group's cases, in its order."""
+    return sorted((row for row in rows if row["case"] in group), key=lambda row: group.index(row["case"]))
+
+
+def _half_octaves(rows: Sequence[Row], trained: int) -> list[Row]:
+    """Windows of equally many tokens, joined from twice the training length on, so that a figure has two points per
+    octave: with their mean loss."""
+    joined: dict[Any, list[Row]] = {}
+    for row in rows:
+        window = row["start"] // trained
+        place = window >> max(0, window.bit_length() - 2), window.bit_length()
+        joined.setdefault((row["case"], row["seed"], place), []).append(row)
+    return [{**own[0], "end": own[-1]["end"], "loss": np.mean([row["loss"] for row in own])} for own in joined.values()]
 
 
 def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[str, Any] | None) -> str:
@@ -270,6 +271,21 @@ def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[
     if speed is not None:
         parts += ["## Speed of the train step", speed_table(speed)]
     return "\n\n".join(parts) + "\n"
+
+
+def far_note(part: dict[str, Any]) -> list[str]:
+    """Which seeds were asked beyond 64 times the training length, and how many keys: [] if none was."""
+    far = 64 * part["study"]["train_length"]
+    rows = [row for row in part["rows"] if row["benchmark"] == "passkey" and row["length"] > far]
+    if not rows:
+        return []
+    lengths = " and ".join(short_number(length) for length in sorted({row["length"] for row in rows}))
+    keys = " or ".join(map(str, sorted({row["samples"] for row in rows})))
+    who = [f"seed {seed} of `{case}`" for case, own in by(rows, "case").items() for seed in by(own, "seed")]
+    return [
+        f"At {lengths} it is one seed each, {keys} keys per length: {', '.join(who)}. Where no key is found, no longer "
+        "prompt is asked."
+    ]
 
 
 def budgets(runs: Sequence[Row]) -> str:
@@ -291,9 +307,9 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str
         *([f"Not run: {', '.join(f'`{case}`' for case in absent)}."] if absent else []),
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
+        *far_note(part),
         seed_table(part),
-        *shown("passkey"),
-        *shown("passkey-more"),
+        *(line for suffix in GROUPS for line in shown(f"passkey{suffix}")),
         *shown("passkey-depth"),
         "### Digits found",
         digit_table(part),
@@ -301,14 +317,14 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str
         niah_table(part),
         "### Perplexity of held-out books by position",
         perplexity_table(part),
-        *shown("perplexity"),
-        *shown("perplexity-more"),
+        *(line for suffix in GROUPS for line in shown(f"perplexity{suffix}")),
         *(["### Learned priors", prior_table(part), *learned] if prior_table(part) else []),
         "### Weight on the key's sentence, largest of any head",
         attention_table(part),
         *shown("attention"),
         *(["### Heads that find it, and their priors", finder_table(part)] if finder_table(part) else []),
         "### Training",
+        "Most cells shared a GPU with others: their seconds and tokens/s say nothing about a scheme's speed.",
         time_table(part),
     ]
 
@@ -342,7 +358,7 @@ def publish(folder: Path, here: Path = HERE) -> None:
             f"{budgets(plain)}; {seeds_told(runs)}; {results['env']['device']}, JAX {results['env']['jax']}. The "
             f"seconds of the {len(runs)} cells add to {seconds:.0f}; cells may have run at the same time."
         )
-        shown = [head, passkey_table(part), told, digit_table(part), finder_table(part)]
+        shown = [head, passkey_table(part), *far_note(part), told]
         blocks += [f"### {title(key)}", *filter(None, shown)]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
 

@@ -19,7 +19,7 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, merge, optimizer, report, rows, run, schedule, text, training
+from experiments.bam_h200 import cells, measure, optimizer, report, rows, run, schedule, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
@@ -134,36 +134,6 @@ def test_a_case_changes_no_text_that_all_cells_share(change: str) -> None:
     with pytest.raises(ValueError, match=f"case 'rope @ {change}' changes {key}, which is the same for all"):
         Cell(f"rope @ {change}", 0).config(Path("t.json"), "x")
     assert Cell("rope @ data.workers=1", 0).config(Path("t.json"), "x").data.workers == 1
-
-
-def test_what_cases_change_of_the_data_is_a_part_of_its_own() -> None:
-    training_row = lambda case, length, tokens: {
-        **_row(case, 0, 512, 1.0),
-        "benchmark": "training",
-        "train_length": length,
-        "steps": 50,
-        "tokens": tokens,
-    }
-    own = "data.sequence_length=1024"
-    made = [
-        training_row(f"bam+ssmax @ {own}", 1024, 9),
-        training_row("rope @ optim.lr=0.1", 512, 5),
-        training_row(f"rope @ optim.lr=0.1 {own}", 1024, 10),
-        training_row("alibi @ train.steps=9", 512, 7),
-        {**training_row("rope", 512, 5), "seed": 1},
-        training_row("rope", 512, 5),
-    ]
-    parts = report.parts_of(made)
-    plain, other = ("small", "retrieval", ""), ("small", "retrieval", own)
-    assert list(parts) == [plain, other]  # the study's own recipe comes first
-    assert [parts[key]["study"]["train_length"] for key in (plain, other)] == [512, 1024]
-    assert [row["case"] for row in parts[other]["rows"]] == ["bam+ssmax", "rope @ optim.lr=0.1"]
-    assert report.budgets(parts[plain]["rows"]) == "50 steps, 5 tokens or 50 steps, 7 tokens"
-    told = "2 seeds of `rope`, 1 seed of `alibi @ train.steps=9`, `rope @ optim.lr=0.1`"
-    assert report.seeds_told(parts[plain]["rows"]) == told
-    assert report.stem(plain) == "small-retrieval"
-    assert report.stem(other) == "small-retrieval-data-sequence-length-1024"
-    assert made[0]["case"] == f"bam+ssmax @ {own}"  # the rows that were given stay as they were
 
 
 def test_stacked_muon_is_muon() -> None:
@@ -314,80 +284,6 @@ def test_cells_take_turns_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule.gpus_of(3)
 
 
-def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
-    right = round(20 * share)
-    depths = [{"depth": i / 19, "correct": i < right} for i in range(20)]
-    where = {"case": case, "seed": seed, "mix": "retrieval", "size": "small", "benchmark": "passkey"}
-    return {**where, "length": length, "samples": 20, "correct": right, "accuracy": share, "depths": depths}
-
-
-def test_the_report_says_whether_the_marks_are_reached() -> None:
-    shares = {"bam+ssmax": {2048: (1.0, 0.9, 0.95), 16384: (0.8, 0.5, 0.6)}, "rope": {2048: (0.0, 0.1, 0.0)}}
-    made = [
-        _row(case, seed, length, own[seed])
-        for case, lengths in shares.items()
-        for length, own in lengths.items()
-        for seed in range(3)
-    ]
-    part = {"study": {"train_length": 512}, "rows": made}
-    near, far = report.marks(part)
-    assert near == (
-        "4× the training length: `bam+ssmax` 0.95 (seeds 1.00, 0.90, 0.95); `rope` 0.03 (seeds 0.00, 0.10, 0.00). "
-        "Mark for `bam+ssmax`: 0.9, reached."
-    )
-    assert far.endswith("`bam+ssmax` 0.63 (seeds 0.80, 0.50, 0.60). Mark for `bam+ssmax`: 0.7, not reached.")
-    alone, _ = report.marks({**part, "rows": [row for row in made if row["seed"] == 1]})
-    assert "`rope` 0.10 (one seed). Mark" in alone
-
-
-def test_results_of_several_calls_become_one() -> None:
-    train = lambda case, seed, steps: {
-        **_row(case, seed, 512, 1.0),
-        "benchmark": "training",
-        "steps": steps,
-        "tokens": 9,
-    }
-    first = {"env": {"date": "a"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 0.5), train("bam", 0, 50)]}
-    second = {"env": {"date": "b"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 1.0)]}
-    made = merge.merge([first, second])
-    assert [(row["case"], row["benchmark"], row["accuracy"]) for row in made["rows"]] == [
-        ("rope", "training", 1.0),
-        ("rope", "passkey", 1.0),
-        ("bam", "training", 1.0),
-    ]
-    assert made["runs"] == [{"date": "a"}, {"date": "b"}]
-    with pytest.raises(ValueError, match=r"had \(steps, tokens\) \(99, 9\), others \(50, 9\)"):
-        merge.merge([first, {"env": {}, "rows": [train("alibi", 0, 99)]}])
-
-
-def test_results_in_lines_are_the_same_results() -> None:
-    results = {"env": {"jax": "1"}, "runs": [{}], "rows": [{"a": [1, 2]}, {"b": None}]}
-    text_ = report.in_lines(results)
-    assert json.loads(text_) == results
-    assert '{"a": [1, 2]},\n{"b": null}' in text_
-
-
-def test_finders_are_the_heads_with_weight_on_the_key_at_the_longest_prompt() -> None:
-    where = {"case": "bam+ssmax", "seed": 0, "layer": 1}
-    look = lambda head, length, needle: {
-        **where,
-        "benchmark": "attention",
-        "head": head,
-        "length": length,
-        "needle": needle,
-    }
-    learned = lambda head, beta: {
-        **where,
-        "benchmark": "prior",
-        "head": head,
-        "parameters": {"bam/theta_beta": beta, "bam/theta_alpha": 0.5, "ssmax/scale": 0.25},
-    }
-    made = [look(0, 512, 1.0), look(0, 8192, 0.1), look(1, 8192, 0.9), learned(0, 0.3), learned(1, -0.2)]
-    lines = report.finder_table({"rows": made}).splitlines()
-    assert lines[2:] == ["| `bam+ssmax` | 0 | 1.1 | 0.90 | -0.20 | 0.50 | 0.25 | 1 of 2 |"]
-    assert report.finder_table({"rows": made[:1]}) == ""
-
-
 @pytest.mark.slow
 def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = HuggingFaceTokenizer(gpt2)
@@ -416,4 +312,4 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     page = report.write_report(tmp_path / "out").read_text()
     assert "| `bam+ssmax` |" in page
     assert "## Size tiny, mix retrieval, another recipe: `data.batch_size=4`" in page
-    assert all((tmp_path / "out" / "figures" / n).exists() for n in ("tiny-retrieval-passkey.png",))
+    assert all((tmp_path / "out" / "figures" / n).exists() for n in ("tiny-retrieval-perplexity.png",))

@@ -1,0 +1,168 @@
+"""What becomes of the trained comparison's rows: cells of several calls, tables, marks, figures."""
+
+import json
+from typing import Any
+
+import pytest
+
+from experiments import tables
+from experiments.bam_h200 import marks, merge, report
+
+
+def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
+    right = round(20 * share)
+    depths = [{"depth": i / 19, "correct": i < right} for i in range(20)]
+    where = {"case": case, "seed": seed, "mix": "retrieval", "size": "small", "benchmark": "passkey"}
+    return {**where, "length": length, "samples": 20, "correct": right, "accuracy": share, "depths": depths}
+
+
+def _part(shares: dict[str, dict[int, tuple[float, ...]]]) -> dict[str, Any]:
+    """A part of the report with passkey rows: case -> length -> share of each seed."""
+    made = [
+        _row(case, seed, length, share)
+        for case, lengths in shares.items()
+        for length, own in lengths.items()
+        for seed, share in enumerate(own)
+    ]
+    return {"study": {"train_length": 512}, "rows": made}
+
+
+def test_what_cases_change_of_the_data_is_a_part_of_its_own() -> None:
+    training_row = lambda case, length, tokens: {
+        **_row(case, 0, 512, 1.0),
+        "benchmark": "training",
+        "train_length": length,
+        "steps": 50,
+        "tokens": tokens,
+    }
+    own = "data.sequence_length=1024"
+    made = [
+        training_row(f"bam+ssmax @ {own}", 1024, 9),
+        training_row("rope @ optim.lr=0.1", 512, 5),
+        training_row(f"rope @ optim.lr=0.1 {own}", 1024, 10),
+        training_row("alibi @ train.steps=9", 512, 7),
+        {**training_row("rope", 512, 5), "seed": 1},
+        training_row("rope", 512, 5),
+    ]
+    parts = report.parts_of(made)
+    plain, other = ("small", "retrieval", ""), ("small", "retrieval", own)
+    assert list(parts) == [plain, other]  # the study's own recipe comes first
+    assert [parts[key]["study"]["train_length"] for key in (plain, other)] == [512, 1024]
+    assert [row["case"] for row in parts[other]["rows"]] == ["bam+ssmax", "rope @ optim.lr=0.1"]
+    assert report.budgets(parts[plain]["rows"]) == "50 steps, 5 tokens or 50 steps, 7 tokens"
+    told = "2 seeds of `rope`, 1 seed of `alibi @ train.steps=9`, `rope @ optim.lr=0.1`"
+    assert report.seeds_told(parts[plain]["rows"]) == told
+    assert report.stem(plain) == "small-retrieval"
+    assert report.stem(other) == "small-retrieval-data-sequence-length-1024"
+    assert made[0]["case"] == f"bam+ssmax @ {own}"  # the rows that were given stay as they were
+
+
+def test_the_report_says_whether_the_marks_are_reached_and_by_whom() -> None:
+    part = _part(
+        {
+            "bam+ssmax": {2048: (1.0, 0.9, 0.95), 16384: (0.9, 0.5, 0.7)},
+            "rope": {2048: (0.0, 0.1, 0.0)},
+            "fox": {2048: (0.9,), 16384: (0.65,)},
+            "path+bam+ssmax": {2048: (1.0, 1.0), 16384: (0.75, 0.8)},
+            "nope": {2048: (0.85, 0.9)},
+        }
+    )
+    near, far = marks.marks(part)
+    assert near == (
+        "4× the training length: `bam+ssmax` 0.95 (seeds 1.00, 0.90, 0.95), mark 0.9: reached. "
+        "`rope` 0.03 (seeds 0.00, 0.10, 0.00). "
+        "Others that reach it: `path+bam+ssmax` 1.00 (seeds 1.00, 1.00); `fox` 0.90 (one seed)."
+    )
+    assert far == (
+        "32× the training length: `bam+ssmax` 0.70 (seeds 0.90, 0.50, 0.70), mark 0.7: reached. "
+        "Others that reach it: `path+bam+ssmax` 0.78 (seeds 0.75, 0.80)."
+    )
+    alone, _ = marks.marks({**part, "rows": [row for row in part["rows"] if row["seed"] == 1]})
+    assert "`bam+ssmax` 0.90 (one seed), mark 0.9: reached. `rope` 0.10 (one seed)." in alone
+    assert marks.marks({**part, "rows": [row for row in part["rows"] if row["case"] == "rope"]}) == []
+
+
+def test_seeds_that_the_recipe_was_chosen_on_stand_beside_fresh_ones() -> None:
+    (line,) = marks.marks(_part({"bam+ssmax": {16384: (1.0, 0.35, 0.95, 0.35, 0.5, 0.7)}}))
+    assert line == (
+        "32× the training length: `bam+ssmax` 0.64 (seeds 1.00, 0.35, 0.95, 0.35, 0.50, 0.70), mark 0.7: not reached; "
+        "over seeds 0, 1, 2 alone 0.77: reached; over seeds 3, 4, 5 alone 0.52: not reached. No other case reaches it."
+    )
+
+
+def test_the_report_says_who_was_asked_far_lengths() -> None:
+    part = _part({"bam+ssmax": {32768: (1.0, 0.5), 131_072: (0.5,)}, "rope": {32768: (0.0,)}})
+    assert report.far_note(part) == [
+        "At 128k it is one seed each, 20 keys per length: seed 0 of `bam+ssmax`. Where no key is found, no "
+        "longer prompt is asked."
+    ]
+    assert report.far_note({**part, "rows": part["rows"][:2]}) == []
+
+
+def test_figures_join_windows_to_half_octaves() -> None:
+    window = lambda place, loss: {
+        "case": "rope",
+        "seed": 0,
+        "start": 512 * place,
+        "end": 512 * (place + 1),
+        "loss": loss,
+    }
+    made = report._half_octaves([window(place, float(place)) for place in range(12)], 512)
+    assert [(row["start"] // 512, row["end"] // 512, row["loss"]) for row in made] == [
+        *((0, 1, 0.0), (1, 2, 1.0), (2, 3, 2.0), (3, 4, 3.0)),
+        *((4, 6, 4.5), (6, 8, 6.5), (8, 12, 9.5)),
+    ]
+
+
+def test_a_scheme_that_was_not_asked_as_far_has_an_empty_cell() -> None:
+    loss = lambda case, end: {"case": case, "seed": 0, "benchmark": "perplexity", "start": 0, "end": end, "loss": 0.0}
+    made = {"study": {"train_length": 512}, "rows": [loss("rope", 512), loss("rope", 1024), loss("path", 512)]}
+    assert tables.perplexity_table(made).splitlines()[2:] == ["| `rope` | 1.00 | 1.00 |", "| `path` | 1.00 |  |"]
+
+
+def test_results_of_several_calls_become_one() -> None:
+    train = lambda case, seed, steps: {
+        **_row(case, seed, 512, 1.0),
+        "benchmark": "training",
+        "steps": steps,
+        "tokens": 9,
+    }
+    first = {"env": {"date": "a"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 0.5), train("bam", 0, 50)]}
+    second = {"env": {"date": "b"}, "rows": [train("rope", 0, 50), _row("rope", 0, 512, 1.0)]}
+    made = merge.merge([first, second])
+    assert [(row["case"], row["benchmark"], row["accuracy"]) for row in made["rows"]] == [
+        ("rope", "training", 1.0),
+        ("rope", "passkey", 1.0),
+        ("bam", "training", 1.0),
+    ]
+    assert made["runs"] == [{"date": "a"}, {"date": "b"}]
+    with pytest.raises(ValueError, match=r"had \(steps, tokens\) \(99, 9\), others \(50, 9\)"):
+        merge.merge([first, {"env": {}, "rows": [train("alibi", 0, 99)]}])
+
+
+def test_results_in_lines_are_the_same_results() -> None:
+    results = {"env": {"jax": "1"}, "runs": [{}], "rows": [{"a": [1, 2]}, {"b": None}]}
+    text_ = report.in_lines(results)
+    assert json.loads(text_) == results
+    assert '{"a": [1, 2]},\n{"b": null}' in text_
+
+
+def test_finders_are_the_heads_with_weight_on_the_key_at_the_longest_prompt() -> None:
+    where = {"case": "bam+ssmax", "seed": 0, "layer": 1}
+    look = lambda head, length, needle: {
+        **where,
+        "benchmark": "attention",
+        "head": head,
+        "length": length,
+        "needle": needle,
+    }
+    learned = lambda head, beta: {
+        **where,
+        "benchmark": "prior",
+        "head": head,
+        "parameters": {"bam/theta_beta": beta, "bam/theta_alpha": 0.5, "ssmax/scale": 0.25},
+    }
+    made = [look(0, 512, 1.0), look(0, 8192, 0.1), look(1, 8192, 0.9), learned(0, 0.3), learned(1, -0.2)]
+    lines = report.finder_table({"rows": made}).splitlines()
+    assert lines[2:] == ["| `bam+ssmax` | 0 | 1.1 | 0.90 | -0.20 | 0.50 | 0.25 | 1 of 2 |"]
+    assert report.finder_table({"rows": made[:1]}) == ""
