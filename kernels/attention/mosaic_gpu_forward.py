@@ -41,6 +41,15 @@ ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments", "lse_bef
 COLUMN_INPUTS = ("k_gate_hi", "k_gate_lo", "k_near", "kv_segments")
 
 
+def _check_before(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> None:
+    if ("o_before" in arrays) != ("lse_before" in arrays):
+        raise ValueError("o_before and lse_before must be given together: a softmax goes on from both")
+    if "o_before" in arrays and spec.queries % tiles.rows:
+        raise ValueError(
+            f"o_before is of {spec.queries} queries: a multiple of {tiles.rows} is needed, the rows of tiles {tiles}"
+        )
+
+
 @partial(jax.jit, static_argnums=(0, 1))  # layers that are alike then share one compilation
 def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, Array]:
     """Output [B, T, H, D] in the inputs' type and base-2 log-sum-exp [B, H, padded T] float32 (−inf: nothing seen).
@@ -50,8 +59,9 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     (1 / sharpness), shaped alike; with gates `q_gate_hi`, `q_gate_lo` [B, H, padded T], `k_gate_hi`, `k_gate_lo` [B, H,
     padded S]; with segments `q_segments`, `kv_segments` [B, padded length] and `bounds` (`segment_bounds`); to go on
     from other keys `o_before` [B, T, H, D], T a multiple of the tiles' rows, and `lse_before` [B, H, padded T], as this
-    function returns them.
+    function returns them. ValueError if these two are not both there, or T is no such multiple.
     """
+    _check_before(spec, tiles, arrays)
     near = near_gates(spec, tiles, arrays, "k", -1)
     if near is not None:
         arrays = arrays | {"k_near": -near}

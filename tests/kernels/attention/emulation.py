@@ -190,7 +190,7 @@ def install(patch: pytest.MonkeyPatch, tiles: tuple[str, str, str]) -> None:
         **{"wgmma": _multiply, "copy_gmem_to_smem": _load, "copy_smem_to_gmem": _store},
         wgmma_accumulator_load=lambda ref, wait_n: jnp.asarray(ref.array.copy()),
         layout_cast=lambda x, layout: x,
-        load=lambda ref, layout: jnp.asarray(ref.array.copy()),
+        load=lambda ref, layout, optimized=True: jnp.asarray(ref.array.copy()),
         broadcasted_iota=lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis),
         CompilerParams=nothing,
     )
