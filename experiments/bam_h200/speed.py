@@ -8,8 +8,8 @@ A cell is a model shape and what trains it: a positional scheme of bampath or Py
 torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own; those of a shape compile side
 by side and are then timed one at a time: a process makes its state when it is its turn, and ends after it. Rows go to a
 file (--out); a shape whose rows are all there is not run again. A cell that fails has a row too, with the reason;
---retry runs the shapes again that have one. `ratio` is tokens per second over those of PyTorch, and of our RoPE, at the
-same shape in the same run.
+--retry runs the shapes again that have one, and what was there of a shape stays until all of its new rows are. `ratio`
+is tokens per second over those of PyTorch, and of our RoPE, at the same shape in the same run.
 """
 
 import argparse
