@@ -90,11 +90,13 @@ class PaTH(Part):
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any
     ) -> tuple[Slots, Any]:
         if self.rank == "full":
-            w = project(tokens.x, params["w"], rounded=True)
-        else:
-            w = project(project(tokens.x, params["w_down"], rounded=True), params["w_up"], rounded=True)
+            w, logits = project(tokens.x, params["w"], rounded=True), project(tokens.x, params["beta_kernel"])
+        else:  # one product for both, which is narrow: what it costs is reading x, and writing x's gradient
+            both = project(tokens.x, jnp.concatenate([params["w_down"], params["beta_kernel"]], axis=1))
+            low, logits = jnp.split(both, [self.rank], axis=-1)
+            w = project(low.astype(tokens.x.dtype), params["w_up"], rounded=True)
         w, carry = directions(w, params.get("conv"), tokens, carry, self.silu, self.eps)
-        beta = 2 * jax.nn.sigmoid(project(tokens.x, params["beta_kernel"]) + params["beta_bias"][None, None, :])
+        beta = 2 * jax.nn.sigmoid(logits + params["beta_bias"][None, None, :])
         real = (tokens.segment_ids >= 0)[:, :, None]  # padding moves nothing
         beta = jnp.where(real, jnp.minimum(beta, self.beta_max), 0)
         return replace(slots, householder=(w, beta), scale_gates=self.scale_gates), carry
