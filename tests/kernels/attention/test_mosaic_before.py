@@ -148,13 +148,15 @@ def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
 
     def exact(x: Arrays) -> Any:
         z = jnp.einsum("bthd,bsd->bhts", x["q"], x["keys"][:, :, 0]) / math.sqrt(DIM)
-        z = z - x["params"][None, :, None, None] * (index - token)[None, None]
+        z = z - heads_first(x["params"]) * (index - token)[None, None]
         z = z + heads_first(gates) + heads_first(x["columns"])[:, :, token].swapaxes(2, 3)
         z = z * heads_first(x["sharpness"]) + heads_first(x["rows"])
         return joined(before, jnp.where(seen, z, -jnp.inf), x["v"])
 
-    x = {"q": q, "keys": keys, "v": v[:, token], "params": params, "sharpness": sharpness}
+    each = jnp.broadcast_to(params, gates.shape)  # of every query
+    x = {"q": q, "keys": keys, "v": v[:, token], "params": each, "sharpness": sharpness}
     part, (*outputs, gradients) = oracle(exact, x | {"columns": -gates, "rows": 0 * gates}, before, (do, dlse))
+    terms = gradients.pop("params")[0]
 
     leaves: Arrays = {"v": v, "params": params, "sharpness": sharpness, "segments": jnp.asarray(ids)}
     leaves["gates"] = (gates, jnp.zeros_like(gates)) * 2
@@ -167,11 +169,13 @@ def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
         delta = (o.astype(jnp.float32) * do).sum(-1) - jnp.asarray(dlse, jnp.float32)
         got = gpu_levels.query_side(state, delta) | gpu_levels.key_side(state, delta)
     got["q"] = got.pop("dq")
-    return errors((o, lse, got), (*outputs, gradients))
+    away = np.abs(np.asarray(got.pop("params"), np.float64) - terms.sum(0))
+    size = np.sqrt((terms**2).sum(0))  # of a sum whose terms have any sign; it may be 0 itself
+    return errors((o, lse, got), (*outputs, gradients)) | {"params": float((away / size).max())}
 
 
 def excess(found: dict[str, float]) -> dict[str, float]:
-    """What is above its limit. Sums over keys that nearly cancel are those of what is rounded to float16 before."""
+    """What is above its limit. Sums of what was rounded to float16, and nearly cancels, have wider ones."""
     limit = lambda name: LIMITS.get(name.split("'")[1] if "'" in name else name, 3e-3)
     return {name: error for name, error in found.items() if not error < limit(name)}
 
