@@ -81,8 +81,11 @@ def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connect
     try:
         worker = Worker(cells[0], materials, parent)
         for cell in cells:
-            if not worker.run(cell, keep=far and cell == cells[0]):
-                break
+            try:
+                if not worker.run(cell, keep=far and cell == cells[0]):
+                    break
+            except FloatingPointError as error:  # the next seed may do better
+                parent.send(("failed", f"{cell.slug}: {error}"))
         worker.ask_far()
     except Exception as error:
         parent.send(("failed", f"{cells[0].slug}: {error}\n{traceback.format_exc(limit=-6)}"))

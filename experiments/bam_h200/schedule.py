@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -57,6 +58,7 @@ class Board:
     far: bool
     gpus: Sequence[str | None] = (None,)
     rows: dict[Cell, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)  # the cells that processes ended on
     open: list[_Process] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
 
@@ -66,7 +68,8 @@ def run_cells(
 ) -> dict[Cell, list[Any]]:
     """Read what is finished, run the rest, write results.json after each cell; returns the rows.
 
-    jobs: what must be done before any cell begins; their errors are raised.
+    jobs: what must be done before any cell begins; their errors are raised. Where a cell fails the other programs go
+    on, and the process ends with status 1.
     """
     processes = options.processes or os.cpu_count() or 1
     gpus = gpus_of(options.gpus)
@@ -88,6 +91,8 @@ def run_cells(
         _serve(board)
     missing = [cell.slug for cell in cells if cell not in board.rows]
     print(f"{len(board.rows)} of {len(cells)} cells" + (f"; missing: {', '.join(missing)}" if missing else ""))
+    if board.failed:
+        sys.exit(f"error: failed: {', '.join(board.failed)}; --resume runs what is missing again")
     return board.rows
 
 
@@ -125,6 +130,8 @@ def _serve(board: Board) -> None:
             one.process.join()
             print(f"{one.cells[0].slug}: process ended with status {one.process.exitcode}", flush=True)
             board.open.remove(one)
+            if one.process.exitcode:  # killed, say, before it could tell
+                board.failed.append(one.cells[0].slug)
     if _over(board):
         for one in board.open:
             if one.wants:
@@ -161,6 +168,8 @@ def _hear(board: Board, one: _Process, message: tuple[Any, ...]) -> None:
     elif kind in ("say", "failed"):
         print(f"[{board.clock.tick():6.1f}] {message[1]}", flush=True)
         one.busy &= kind == "say"
+        if kind == "failed":
+            board.failed.append(message[1].partition(":")[0])
 
 
 def _keep(board: Board, cell: Cell, rows: list[dict[str, Any]]) -> None:

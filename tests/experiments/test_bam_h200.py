@@ -1,6 +1,8 @@
 """The trained comparison: its text, its batches, its optimiser, what it asks, what it reports, and a run of it all."""
 
+import argparse
 import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +260,57 @@ def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
         Cell("ropee", 0).config(Path("t.json"), "x")
     with pytest.raises(ValueError, match=r"train\.steps=70 must be a multiple of 50"):
         training.Trainer(get("tiny", "train.steps=70"), ThreadPoolExecutor())
+
+
+def test_a_cell_that_fails_is_named_and_ends_with_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One says that it failed, one dies without a word, the third has no time left, which is no failure."""
+    found = [Cell(case, 0) for case in ("rope", "alibi", "nope")]
+    ends = {"rope": (("failed", f"{found[0].slug}: not finite"), ("end",)), "alibi": (), "nope": (("end",),)}
+
+    def start(board: Any, cells_: list[Cell], gpu: str | None) -> Any:
+        mine, theirs = multiprocessing.Pipe()
+        for message in ends[cells_[0].case]:
+            theirs.send(message)
+        theirs.close()
+        process = argparse.Namespace(join=lambda: None, exitcode=-9 if cells_[0].case == "alibi" else 0)
+        return schedule._Process(cells_, process, mine, gpu)
+
+    monkeypatch.setattr(schedule, "_start", start)
+    options = argparse.Namespace(processes=3, gpus=None, minutes=1.0, together=1, far=False)
+    with pytest.raises(SystemExit) as ended:
+        schedule.run_cells(found, cells.Materials(tmp_path, "x"), [], options)
+    assert str(ended.value).startswith("error: failed: ")
+    assert all(cell.slug in str(ended.value) for cell in found[:2])
+    assert found[2].slug not in str(ended.value)
+    out = capsys.readouterr().out
+    assert "not finite" in out
+    assert f"0 of 3 cells; missing: {', '.join(cell.slug for cell in found)}" in out
+
+
+def test_the_next_seed_goes_on_where_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, sent = list[Cell](), list[tuple[str, ...]]()
+
+    class Failing:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def run(self, cell: Cell, keep: bool) -> bool:
+            asked.append(cell)
+            if cell.seed == 0:
+                raise FloatingPointError("not finite")
+            return True
+
+        def ask_far(self) -> None:
+            pass
+
+    monkeypatch.setattr(cells, "Worker", Failing)
+    parent: Any = argparse.Namespace(send=sent.append)
+    found = [Cell("rope", seed) for seed in range(3)]
+    cells.work(found, cells.Materials(Path(), "x"), False, parent)
+    assert asked == found
+    assert sent == [("failed", f"{found[0].slug}: not finite"), ("end",)]
 
 
 def test_cells_take_turns_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
