@@ -12,6 +12,7 @@ from bampath.positions.directions import directions
 from bampath.positions.options import option
 from bampath.positions.projections import project
 from bampath.positions.slots import Geometry, Param, Part, SlotName, Slots, Tokens
+from bampath.sharding.mesh import current
 
 Array = jax.Array
 
@@ -91,12 +92,22 @@ class PaTH(Part):
     ) -> tuple[Slots, Any]:
         if self.rank == "full":
             w, logits = project(tokens.x, params["w"], rounded=True), project(tokens.x, params["beta_kernel"])
-        else:  # one product for both, which is narrow: what it costs is reading x, and writing x's gradient
-            both = project(tokens.x, jnp.concatenate([params["w_down"], params["beta_kernel"]], axis=1))
-            low, logits = jnp.split(both, [self.rank], axis=-1)
-            w = project(low.astype(tokens.x.dtype), params["w_up"], rounded=True)
+        else:
+            low, logits = _narrow(tokens.x, params["w_down"], params["beta_kernel"])
+            w = project(low, params["w_up"], rounded=True)
         w, carry = directions(w, params.get("conv"), tokens, carry, self.silu, self.eps)
         beta = 2 * jax.nn.sigmoid(logits + params["beta_bias"][None, None, :])
         real = (tokens.segment_ids >= 0)[:, :, None]  # padding moves nothing
         beta = jnp.where(real, jnp.minimum(beta, self.beta_max), 0)
         return replace(slots, householder=(w, beta), scale_gates=self.scale_gates), carry
+
+
+def _narrow(x: Array, down: Array, beta: Array) -> tuple[Array, Array]:
+    """x times both matrices, the first result in x's dtype. Both are narrow: what they cost is reading x, and writing
+    its gradient, so one device makes them one product. Heads that are spread over a mesh have beta's columns where
+    they are, and joined to others those would be moved."""
+    mesh = current()
+    if mesh is not None and mesh.shape["tensor"] > 1:
+        return project(x, down, rounded=True), project(x, beta)
+    low, logits = jnp.split(project(x, jnp.concatenate([down, beta], axis=1)), [down.shape[1]], axis=-1)
+    return low.astype(x.dtype), logits
