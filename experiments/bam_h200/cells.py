@@ -21,6 +21,7 @@ from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
 FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths
+FAR_LOST = "its far lengths (remove the cell's folder to train it and ask it again): "
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connect
     """Compile for `cells`, which share their programs, then train and ask each when `parent` answers "go".
 
     Sends ("want", cell, last) to use the device (last: after all others), ("free",) when it no longer does, ("say",
-    text), ("rows", cell, rows), ("failed", text), and ends with ("end",). far: ask the first cell also at the far
+    text), ("rows", cell, rows), ("failed", cell, why), and ends with ("end",). far: ask the first cell also at the far
     lengths, if it finds a key at the last of the others. gpu: the only one that this process may use.
     """
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    cell, what = cells[0], ""
     try:
         worker = Worker(cells[0], materials, parent)
         for cell in cells:
@@ -85,10 +87,11 @@ def work(cells: Sequence[Cell], materials: Materials, far: bool, parent: Connect
                 if not worker.run(cell, keep=far and cell == cells[0]):
                     break
             except FloatingPointError as error:  # the next seed may do better
-                parent.send(("failed", f"{cell.slug}: {error}"))
+                parent.send(("failed", cell, str(error)))
+        cell, what = cells[0], FAR_LOST
         worker.ask_far()
     except Exception as error:
-        parent.send(("failed", f"{cells[0].slug}: {error}\n{traceback.format_exc(limit=-6)}"))
+        parent.send(("failed", cell, f"{what}{error}\n{traceback.format_exc(limit=-6)}"))
     parent.send(("end",))
 
 

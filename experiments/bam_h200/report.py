@@ -221,14 +221,16 @@ def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     trained = part["study"]["train_length"]
     of = lambda kind: [row for row in part["rows"] if row["benchmark"] == kind]
     near = [row for row in of("passkey") if row["length"] <= 64 * trained]
-    found = any(row["correct"] for row in near)
+    found, drawn = any(row["correct"] for row in near), set[str]()
     for suffix, group in GROUPS.items():
         keys, losses = _of_group(near, group), _of_group(of("perplexity"), group)
-        if not keys or (suffix and len({row["case"] for row in keys}) < 2):
+        cases = {row["case"] for row in (*keys, *losses)}
+        if cases <= drawn:
             continue
-        if found:
+        drawn |= cases
+        if keys and found:
             yield f"passkey{suffix}", passkey_figure(keys, trained)
-        if suffix != "-ablations":  # their lines lie on each other
+        if losses and suffix != "-ablations":  # their lines lie on each other
             yield f"perplexity{suffix}", perplexity_figure(_half_octaves(losses, trained), trained)
     if found:
         yield "passkey-depth", heatmap_figure(_of_group(near, BY_DEPTH) or near, trained)
@@ -274,7 +276,7 @@ def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[
 
 
 def far_note(part: dict[str, Any]) -> list[str]:
-    """Which seeds were asked beyond 64 times the training length, and how many keys: [] if none was."""
+    """Which seeds were asked beyond 64 times the training length, and how many keys each: [] if none was."""
     far = 64 * part["study"]["train_length"]
     rows = [row for row in part["rows"] if row["benchmark"] == "passkey" and row["length"] > far]
     if not rows:
@@ -283,8 +285,8 @@ def far_note(part: dict[str, Any]) -> list[str]:
     keys = " or ".join(map(str, sorted({row["samples"] for row in rows})))
     who = [f"seed {seed} of `{case}`" for case, own in by(rows, "case").items() for seed in by(own, "seed")]
     return [
-        f"At {lengths} it is one seed each, {keys} keys per length: {', '.join(who)}. Where no key is found, no longer "
-        "prompt is asked."
+        f"At {lengths} only {', '.join(who)} had the question, {keys} keys per seed and length. Where no key is found, "
+        "no longer prompt is asked."
     ]
 
 
@@ -333,6 +335,7 @@ def write_report(folder: Path, speed: Path | None = None) -> Path:
     """Read folder/results.json, write folder/figures and folder/report.md; returns the latter's path."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     shutil.rmtree(folder / "figures", ignore_errors=True)
+    (folder / "figures").mkdir()
     figures = write_figures(folder / "figures", results["rows"])
     rates = json.loads(speed.read_text(encoding="utf-8")) if speed is not None and speed.exists() else None
     path = folder / "report.md"

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from bampath.evaluation.results import environment, write_json, write_results
-from experiments.bam_h200.cells import Materials, finished, identity, work
+from experiments.bam_h200.cells import FAR_LOST, Materials, finished, identity, work
 from experiments.bam_h200.config import Cell
 from experiments.studies import read_kept
 
@@ -41,6 +42,7 @@ class _Process:
     pipe: Connection
     gpu: str | None = None
     wants: Cell | None = None
+    at: Cell | None = None  # the one that it has asked for last
     last: bool = False
     busy: bool = False
 
@@ -58,7 +60,7 @@ class Board:
     far: bool
     gpus: Sequence[str | None] = (None,)
     rows: dict[Cell, list[dict[str, Any]]] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)  # the cells that processes ended on
+    failed: list[Cell] = field(default_factory=list)
     open: list[_Process] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
 
@@ -92,7 +94,8 @@ def run_cells(
     missing = [cell.slug for cell in cells if cell not in board.rows]
     print(f"{len(board.rows)} of {len(cells)} cells" + (f"; missing: {', '.join(missing)}" if missing else ""))
     if board.failed:
-        sys.exit(f"error: failed: {', '.join(board.failed)}; --resume runs what is missing again")
+        failed = ", ".join(dict.fromkeys(cell.slug for cell in board.failed))
+        sys.exit(f"error: failed: {failed}; --resume runs what is missing again")
     return board.rows
 
 
@@ -126,25 +129,39 @@ def _serve(board: Board) -> None:
         one = next(p for p in board.open if p.pipe is pipe)
         try:
             _hear(board, one, one.pipe.recv())
-        except EOFError:
-            one.process.join()
-            print(f"{one.cells[0].slug}: process ended with status {one.process.exitcode}", flush=True)
-            board.open.remove(one)
-            if one.process.exitcode:  # killed, say, before it could tell
-                board.failed.append(one.cells[0].slug)
+        except (EOFError, OSError):  # OSError: it died with something unread, or while it sent
+            _close(board, one)
     if _over(board):
         for one in board.open:
             if one.wants:
-                one.pipe.send("stop")
-                one.wants = None
+                _tell(one, "stop")
         return
     if not all(job.done() for job in board.jobs):
         return
     for job in board.jobs:
         job.result()
     for one in turns(board):
-        one.pipe.send("go")
-        one.wants, one.busy = None, True
+        _tell(one, "go")
+        one.busy = True
+
+
+def _tell(one: _Process, word: str) -> None:
+    """Answer what it wants. One that has died meanwhile is found when it is heard next."""
+    one.wants = None
+    with suppress(OSError):
+        one.pipe.send(word)
+
+
+def _close(board: Board, one: _Process) -> None:
+    """A process has ended; if it did not say why it died, its cell has failed."""
+    one.process.join()
+    cell, code = one.at or one.cells[0], one.process.exitcode
+    print(f"{cell.slug}: process ended with status {code}", flush=True)
+    board.open.remove(one)
+    if code:
+        lost = f"{cell.slug}: {FAR_LOST}killed" if cell in board.rows else f"{cell.slug}: killed"
+        print(lost, flush=True)
+        board.failed.append(cell)
 
 
 def turns(board: Board) -> list[_Process]:
@@ -161,15 +178,17 @@ def _hear(board: Board, one: _Process, message: tuple[Any, ...]) -> None:
     kind = message[0]
     if kind == "want":
         _, one.wants, one.last = message
+        one.at = one.wants
     elif kind == "free":
         one.busy = False
     elif kind == "rows":
         _keep(board, message[1], message[2])
-    elif kind in ("say", "failed"):
+    elif kind == "say":
         print(f"[{board.clock.tick():6.1f}] {message[1]}", flush=True)
-        one.busy &= kind == "say"
-        if kind == "failed":
-            board.failed.append(message[1].partition(":")[0])
+    elif kind == "failed":
+        print(f"[{board.clock.tick():6.1f}] {message[1].slug}: {message[2]}", flush=True)
+        board.failed.append(message[1])
+        one.busy = False
 
 
 def _keep(board: Board, cell: Cell, rows: list[dict[str, Any]]) -> None:

@@ -265,9 +265,15 @@ def test_cells_are_configurations_and_refuse_what_is_wrong() -> None:
 def test_a_cell_that_fails_is_named_and_ends_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One says that it failed, one dies without a word, the third has no time left, which is no failure."""
+    """One says that it failed, one dies when it is to begin its second cell, the third has no time left, which is no
+    failure."""
     found = [Cell(case, 0) for case in ("rope", "alibi", "nope")]
-    ends = {"rope": (("failed", f"{found[0].slug}: not finite"), ("end",)), "alibi": (), "nope": (("end",),)}
+    second = Cell("alibi", 1)
+    ends = {
+        "rope": (("failed", found[0], "not finite"), ("end",)),
+        "alibi": (("want", second, False),),
+        "nope": (("end",),),
+    }
 
     def start(board: Any, cells_: list[Cell], gpu: str | None) -> Any:
         mine, theirs = multiprocessing.Pipe()
@@ -280,13 +286,14 @@ def test_a_cell_that_fails_is_named_and_ends_with_status_1(
     monkeypatch.setattr(schedule, "_start", start)
     options = argparse.Namespace(processes=3, gpus=None, minutes=1.0, together=1, far=False)
     with pytest.raises(SystemExit) as ended:
-        schedule.run_cells(found, cells.Materials(tmp_path, "x"), [], options)
-    assert str(ended.value).startswith("error: failed: ")
-    assert all(cell.slug in str(ended.value) for cell in found[:2])
-    assert found[2].slug not in str(ended.value)
+        schedule.run_cells([*found, second], cells.Materials(tmp_path, "x"), [], options)
+    told = str(ended.value)
+    assert told.startswith("error: failed: ")
+    assert [cell.slug in told for cell in (*found, second)] == [True, False, False, True]
     out = capsys.readouterr().out
-    assert "not finite" in out
-    assert f"0 of 3 cells; missing: {', '.join(cell.slug for cell in found)}" in out
+    assert f"{found[0].slug}: not finite" in out
+    assert f"{second.slug}: killed" in out
+    assert f"0 of 4 cells; missing: {', '.join(cell.slug for cell in (*found, second))}" in out
 
 
 def test_the_next_seed_goes_on_where_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +317,7 @@ def test_the_next_seed_goes_on_where_one_was_not_finite(monkeypatch: pytest.Monk
     found = [Cell("rope", seed) for seed in range(3)]
     cells.work(found, cells.Materials(Path(), "x"), False, parent)
     assert asked == found
-    assert sent == [("failed", f"{found[0].slug}: not finite"), ("end",)]
+    assert sent == [("failed", found[0], "not finite"), ("end",)]
 
 
 def test_cells_take_turns_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What becomes of the trained comparison's rows: cells of several calls, tables, marks, figures."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,10 +94,38 @@ def test_seeds_that_the_recipe_was_chosen_on_stand_beside_fresh_ones() -> None:
 def test_the_report_says_who_was_asked_far_lengths() -> None:
     part = _part({"bam+ssmax": {32768: (1.0, 0.5), 131_072: (0.5,)}, "rope": {32768: (0.0,)}})
     assert report.far_note(part) == [
-        "At 128k it is one seed each, 20 keys per length: seed 0 of `bam+ssmax`. Where no key is found, no "
+        "At 128k only seed 0 of `bam+ssmax` had the question, 20 keys per seed and length. Where no key is found, no "
         "longer prompt is asked."
     ]
     assert report.far_note({**part, "rows": part["rows"][:2]}) == []
+
+
+def test_what_is_drawn_of_a_part() -> None:
+    """A case alone in a later group is drawn, a group whose cases are all drawn is not, and nothing without a key."""
+    names = lambda shares: [name for name, _ in report.figures_of(_part(shares))]
+    assert names({"nope+ssmax": {512: (1.0,)}}) == ["passkey-more", "passkey-depth"]
+    assert names({"bam+ssmax": {512: (1.0,)}, "rope": {512: (0.5,)}}) == ["passkey", "passkey-depth"]
+    assert names({"bam+ssmax": {512: (1.0,)}, "bam+ssmax @ clamped": {512: (0.5,)}})[1] == "passkey-ablations"
+    assert names({"rope": {512: (0.0,)}}) == []
+
+
+def test_a_study_without_figures_is_published(tmp_path: Path) -> None:
+    """It takes the place of one that had some."""
+    folder, here = tmp_path / "study", tmp_path / "here"
+    (here / "figures").mkdir(parents=True)
+    (here / "figures" / "old.png").touch()
+    (here / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    folder.mkdir()
+    trained = {"steps": 50, "tokens": 9, "train_length": 512, "loss": 1.0, "parameters": 1, "positional_parameters": 0}
+    trained |= {"training_seconds": 1.0, "evaluation_seconds": 1.0, "tokens_per_second": 9.0}
+    asked = _row("nope", 0, 512, 0.0) | {"token_accuracy": 0.0}
+    made = [asked | {"benchmark": "training"} | trained, asked]
+    env = {"date": "2026-01-01", "device": "cpu", "platform": "Linux", "jax": "1", "commit": None}
+    (folder / "results.json").write_text(json.dumps({"env": env, "rows": made}), encoding="utf-8")
+    report.write_report(folder)
+    report.publish(folder, here)
+    assert list((here / "figures").iterdir()) == []
+    assert "| `nope` | 0.00 [0.00, 0.16] |" in (here / "README.md").read_text(encoding="utf-8")
 
 
 def test_figures_join_windows_to_half_octaves() -> None:
