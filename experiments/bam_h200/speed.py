@@ -8,8 +8,9 @@ A cell is a model shape and what trains it: a positional scheme of bampath or Py
 torch.compile, bfloat16 autocast, SDPA, fused AdamW). Each runs in a process of its own; those of a shape compile side
 by side and are then timed one at a time: a process makes its state when it is its turn, and ends after it. Rows go to a
 file (--out); a shape whose rows are all there is not run again. A cell that fails has a row too, with the reason;
---retry runs the shapes again that have one, and what was there of a shape stays until all of its new rows are. `ratio`
-is tokens per second over those of PyTorch, and of our RoPE, at the same shape in the same run.
+--retry runs the shapes again that have one, and what was there of a shape stays until all of its new rows are; where a
+case fails that was measured before, it stays altogether, and a line says so. `ratio` is tokens per second over those of
+PyTorch, and of our RoPE, at the same shape in the same run.
 """
 
 import argparse
@@ -101,7 +102,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases, metavar="NAME", help=", ".join(cases))
     parser.add_argument("--minutes", type=float, default=60.0, help="start no shape after this long (default 60)")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"results (default {RESULTS.name} beside this file)")
-    parser.add_argument("--retry", action="store_true", help="run a shape again of which a cell failed")
+    parser.add_argument(
+        "--retry",
+        action="store_true",
+        help="run a shape again of which a cell failed; its rows stay if a case fails that was measured before",
+    )
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # how the parent starts a cell's own process
     options = parser.parse_args(argv)
     if options.cell:
@@ -126,7 +131,8 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
     """Run the shapes that have no complete set of rows yet and write the file after each cell.
 
     A shape is done in one go, so that its ratios compare what ran side by side. retry: a row of a cell that failed does
-    not count. Rows that a shape has from an earlier call stay in the file until all of its new ones take their place.
+    not count. Rows that a shape has from an earlier call stay in the file until all of its new ones take their place,
+    which they do not if a case that was measured fails now: a line that is printed says which and why.
     ValueError before a shape is run again without a case that has a measured row.
     """
     from bampath.evaluation.results import write_results
@@ -142,15 +148,24 @@ def run(cells: Sequence[Cell], out: Path, minutes: float, retry: bool = False) -
             print(f"{minutes:g} minutes are over; call again for the rest, from {shape.name}")
             break
         _refuse_loss(shape.name, mine, kept["rows"], out)
+        older = [row for row in kept["rows"] if row["shape"] == shape.name]
         others = [row for row in kept["rows"] if row["shape"] != shape.name]
-        again, made = len(others) < len(kept["rows"]), list[dict[str, Any]]()
+        made, envs = list[dict[str, Any]](), dict[str, Any]()
         for row, env in side_by_side(mine):
-            made = with_ratios([*made, row])
-            kept["env"] |= env
-            if not again or len(made) == len(mine):
-                kept["rows"] = [*others, *made]
+            made, envs = with_ratios([*made, row]), envs | env
+            if not older or (len(made) == len(mine) and not _lost(older, made)):
+                kept = {"env": kept["env"] | envs, "rows": [*others, *made]}
                 write_results(out, kept["env"], kept["rows"])
             print(show(row), flush=True)
+        for row in _lost(older, made):
+            told = f"{row['case']}, which was measured before, failed now: {row['failed']}"
+            print(f"{shape.name}: older rows stay and none of the new ones is taken, since {told}", flush=True)
+
+
+def _lost(older: Sequence[dict[str, Any]], made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows `made` of a shape that failed where an older one is measured."""
+    measured = {row["case"] for row in older if "failed" not in row}
+    return [row for row in made if "failed" in row and row["case"] in measured]
 
 
 def _refuse_loss(shape: str, cells: Sequence[Cell], rows: Sequence[dict[str, Any]], out: Path) -> None:

@@ -6,6 +6,7 @@
 
 Cells are kept one by one: --minutes starts no further cell after that time, --resume goes on where a study stopped.
 A cell that fails is named with the reason and the others go on; the status is 1 then, and --resume runs it again.
+So it is where a process of --together is killed, for want of memory say, which ends the others: --resume goes on there.
 results.json, report.md and figures grow in --out; --publish copies them beside this script.
 """
 
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -43,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     refuse_alike((f"--seeds {seed}", str(seed)) for seed in study.seeds)
     out = folder_of(options, RUNS)
     with alone(out):
-        results = run_study(study, out, options.minutes, options.together)
+        try:
+            results = run_study(study, out, options.minutes, options.together)
+        except BrokenProcessPool as error:
+            sys.exit(f"error: {error}")
     failed = results["study"].get("failed", {})
     if failed:
         sys.exit(f"error: failed: {', '.join(failed)}; --resume runs what failed again")
@@ -90,6 +95,8 @@ def run_study(study: Study, out: Path, minutes: float = float("inf"), together: 
     {name: why} of cells that were tried in this call in vain.
 
     together: chains of cells (a task and a scheme, depth after depth) that are worked off at a time, one process each.
+    OSError and, if one of these processes was killed, BrokenProcessPool end the study, whose results.json then has what
+    is finished and what failed; of a chain that ended so in a process of its own, only stderr names what failed.
     """
     from bampath.evaluation.results import environment
 
@@ -103,7 +110,7 @@ def run_study(study: Study, out: Path, minutes: float = float("inf"), together: 
     latest = time.time() + 60 * minutes
     if together == 1:
         for trial, scheme in chains:
-            failed |= run_chain(trial, scheme, study.seeds, out, latest, write)
+            run_chain(trial, scheme, study.seeds, out, latest, failed, write)
     else:
         _side_by_side(chains, study.seeds, out, latest, together, write, failed)
     results = write()
@@ -112,16 +119,23 @@ def run_study(study: Study, out: Path, minutes: float = float("inf"), together: 
 
 
 def run_chain(
-    trial: Trial, scheme: str, seeds: tuple[int, ...], out: Path, latest: float, done: Callable[[], Any] = lambda: None
+    trial: Trial,
+    scheme: str,
+    seeds: tuple[int, ...],
+    out: Path,
+    latest: float,
+    failed: dict[str, str],
+    done: Callable[[], Any] = lambda: None,
 ) -> dict[str, str]:
     """The cells of one task and scheme, depth after depth; `done` is called after each. None starts after `latest`.
 
-    Returns {name: why} of those that failed, which have not solved the task: the deeper ones go on. OSError ends the
-    chain: where a file cannot be written, that of the next cell cannot be either.
+    One that fails goes into `failed`, {name: why}, before `done`; it has not solved the task, so the deeper ones go on.
+    Returns `failed`, which is a copy of the caller's in another process. OSError ends the chain: where a file cannot be
+    written, that of the next cell cannot be either.
     """
     from experiments.state_tracking.cells import finished
 
-    study, rows, failed = Study("", (replace(trial, schemes=(scheme,)),), seeds), list[dict[str, Any]](), {}
+    study, rows = Study("", (replace(trial, schemes=(scheme,)),), seeds), list[dict[str, Any]]()
     for cell in cells_of(study, rows):
         own = finished(cell, out)
         if own is None:
@@ -166,24 +180,32 @@ def _side_by_side(
     write: Callable[[], Any],
     failed: dict[str, str],
 ) -> None:
-    """`run_chain` for all of them in processes of their own, whose failed cells go into `failed`. A chain that cannot
-    go on lets the others end, then raises."""
+    """`run_chain` for all of them in processes of their own. `failed` gets the failed cells of each chain that comes to
+    its end. One that cannot go on lets the others end, then its error is raised; if a process was killed, which ends
+    all of them, BrokenProcessPool says which chains did not finish."""
     with ProcessPoolExecutor(together, get_context("spawn")) as pool:
-        jobs = {pool.submit(run_chain, *chain, seeds, out, latest): chain for chain in chains}
+        jobs = {pool.submit(run_chain, *chain, seeds, out, latest, {}): chain for chain in chains}
         open_jobs, seen = set(jobs), -1
         while open_jobs:
             over, open_jobs = wait(open_jobs, timeout=1)
+            for job in over:
+                error = job.exception()
+                if error is None:
+                    failed |= job.result()
+                elif not isinstance(error, BrokenProcessPool):
+                    print(f"{jobs[job][0].task}, {jobs[job][1]}: {error!r}", file=sys.stderr, flush=True)
             count = len(list(out.glob("cells/*/rows.json")))
-            if count != seen:
+            if over or count != seen:
                 write()
                 seen = count
-            for job in over:
-                if job.exception() is None:
-                    failed |= job.result()
-                else:
-                    print(f"{jobs[job][0].task}, {jobs[job][1]}: {job.exception()!r}", file=sys.stderr, flush=True)
-    for job in jobs:
-        job.result()
+    errors = [error for job in jobs if (error := job.exception())]
+    if any(isinstance(error, BrokenProcessPool) for error in errors):
+        names = ", ".join(f"{trial.task} with {scheme}" for job, (trial, scheme) in jobs.items() if job.exception())
+        raise BrokenProcessPool(
+            f"a process was killed (out of memory, perhaps); not finished: {names}; --resume runs what is missing"
+        )
+    if errors:
+        raise errors[0]
 
 
 def cells_of(study: Study, rows: list[dict[str, Any]]) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """The state-tracking study from beginning to end in seconds: tiny models, a few steps, a short list of cells."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -219,12 +220,48 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(results, study, tmp_pat
 
 
 def test_a_file_that_cannot_be_written_ends_the_study(study, tmp_path, monkeypatch):
-    def full(*args):
+    """And what had failed before, in the same chain too, is in results.json by then."""
+
+    def train(config, *args):
+        if config.model.layers == 1:
+            raise FloatingPointError("a loss was not finite")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cells, "train", full)
+    monkeypatch.setattr(cells, "train", train)
     with pytest.raises(OSError, match="No space left"):
-        run.run_study(study, tmp_path / "out")
+        run.run_study(study, tmp_path)
+    why = "FloatingPointError: a loss was not finite"
+    kept = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["study"]
+    assert kept["failed"] == {"fflm-pairs-4-nope-1l": why, "words-letters-2-nope-1l": why}
+
+
+KILLED = """
+import os, signal, time
+
+def run_chain(trial, scheme, seeds, out, latest, failed):
+    if trial.task.startswith("fflm"):
+        return {"fflm-cell": "ValueError: bad"}
+    for _ in range(6000):  # the others wait until that is written
+        if '"failed"' in (out / "results.json").read_text() and scheme == "nope":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+"""
+
+
+def test_a_process_that_is_killed_is_one_line(study, tmp_path, monkeypatch, capsys):
+    """Of three chains one has ended by then; the third goes with the one that is killed."""
+    (tmp_path / "killed_chain.py").write_text(KILLED, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)  # the processes of the pool have it too
+    monkeypatch.setattr(run, "run_chain", importlib.import_module("killed_chain").run_chain)
+    trials = (TRIALS[0], replace(TRIALS[1], schemes=("nope", "rope")))
+    monkeypatch.setitem(run.SIZES, "cpu", replace(study, trials=trials))
+    lost = r"words\(letters=2\) with nope, words\(letters=2\) with rope"
+    line = rf"^error: a process was killed \(out of memory, perhaps\); not finished: {lost}; --resume runs"
+    with pytest.raises(SystemExit, match=line):  # a message is status 1
+        run.main(["--out", str(tmp_path / "out"), "--together", "2"])
+    assert capsys.readouterr().err == ""
+    kept = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["study"]
+    assert (kept["complete"], kept["failed"]) == (False, {"fflm-cell": "ValueError: bad"})
 
 
 def test_publishing_keeps_the_sizes_apart(results, out, tmp_path):

@@ -156,6 +156,29 @@ def test_rows_of_an_earlier_call_stay_until_all_new_ones_are_there(
     assert rates() == [5.0, 20.0, 20.0]
 
 
+def test_rows_stay_where_a_measured_case_fails_now(
+    fakes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the processes of `fakes` bam+ssmax and path+fox fail. Another shape of the same call is not held up."""
+    out, own = tmp_path / "speed.json", [cell for cell in speed.CELLS if cell.shape.name == "432m"]
+    timed = lambda cell: speed.facts(cell) | {"tokens_per_second": 5.0}
+    failed = [speed.facts(own[3]) | {"failed": "MemoryError"}]
+    older = {"env": {"jax": "0"}, "rows": [*map(timed, own[:3]), *failed]}
+    out.write_text(json.dumps(older))
+    speed.run(own, out, minutes=1, retry=True)
+    assert len(fakes) == 4
+    assert json.loads(out.read_text()) == older
+    why = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+    told = [line for line in capsys.readouterr().out.splitlines() if "older rows stay" in line]
+    stay = "432m: older rows stay and none of the new ones is taken, since "
+    assert told == [f"{stay}bam+ssmax, which was measured before, failed now: {why}"]
+    other = next(cell for cell in speed.CELLS if cell.name == "1.1b rope")
+    speed.run([*own, other], out, minutes=1, retry=True)
+    now = json.loads(out.read_text())["rows"]
+    assert now[:-1] == older["rows"]
+    assert (now[-1]["shape"], now[-1]["tokens_per_second"]) == ("1.1b", 10.0)
+
+
 def test_a_shape_is_not_run_again_without_cells_that_were_measured(fakes: list[str], tmp_path: Path) -> None:
     out, own = tmp_path / "speed.json", [cell for cell in speed.CELLS if cell.shape.name == "432m"]
     row = speed.facts(own[0]) | {"tokens_per_second": 10.0}
