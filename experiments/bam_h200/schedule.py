@@ -128,9 +128,11 @@ def _serve(board: Board) -> None:
     for pipe in wait([p.pipe for p in board.open], TICK):
         one = next(p for p in board.open if p.pipe is pipe)
         try:
-            _hear(board, one, one.pipe.recv())
+            message = one.pipe.recv()
         except (EOFError, OSError):  # OSError: it died with something unread, or while it sent
             _close(board, one)
+        else:
+            _hear(board, one, message)
     if _over(board):
         for one in board.open:
             if one.wants:

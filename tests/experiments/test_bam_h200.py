@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +295,20 @@ def test_a_cell_that_fails_is_named_and_ends_with_status_1(
     assert f"{found[0].slug}: not finite" in out
     assert f"{second.slug}: killed" in out
     assert f"0 of 4 cells; missing: {', '.join(cell.slug for cell in (*found, second))}" in out
+
+
+def test_rows_that_cannot_be_written_end_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is not taken for the death of the process that sent them."""
+    mine, theirs = multiprocessing.Pipe()
+    found = [Cell("rope", 0)]
+    theirs.send(("rows", found[0], []))
+    process: Any = argparse.Namespace(exitcode=None)  # it lives
+    monkeypatch.setattr(schedule, "_start", lambda board, cells_, gpu: schedule._Process(cells_, process, mine, gpu))
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(schedule, "write_json", Mock(side_effect=full))
+    options = argparse.Namespace(processes=1, gpus=None, minutes=1.0, together=1, far=False)
+    with pytest.raises(OSError, match="No space left"):
+        schedule.run_cells(found, cells.Materials(tmp_path, "x"), [], options)
 
 
 def test_the_next_seed_goes_on_where_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
