@@ -42,7 +42,7 @@ BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 # A figure holds eight lines that can be told apart.
 GROUPS = {
     "": ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "path+fox(bias=5)", "path", "alibi", "rope"),
-    "-more": (*("bam+ssmax", "nope+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "rope+ssmax", "alibi+ssmax"),),
+    "-more": ("bam+ssmax", "nope+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "rope+ssmax", "alibi+ssmax"),
     "-ablations": (
         *("bam+ssmax", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)", "bam+ssmax @ clamped"),
         *("bam(init=laplace)+ssmax", "bam"),

@@ -39,7 +39,7 @@ class Trainer:
 
     def __init__(self, config: Config, pool: Executor, least_exponent: float | None = None) -> None:
         self.config = config
-        # With the same numbers as in a loop over layers, which writes and reads twice as much.
+        # The formula of a loop over layers, which would write down and read again what a layer hands on.
         self.model = build_model(override(config, "model.scan=false"))
         self.declared = declare(self.model)
         self._optimizer = optimizer_of(config, self.declared)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.conv import empty_conv, short_conv
 from bampath.positions.directions import directions
+from bampath.positions.path import _narrow
 from bampath.positions.projections import project
 from tests.helpers import relative_rms, x64
 from tests.positions import oracles
@@ -85,6 +86,61 @@ def test_formula(spec):
         np.testing.assert_allclose(beta[row], want_beta, atol=2e-6)
     np.testing.assert_allclose(np.sum(np.square(w), -1), 1, atol=1e-3)
     assert np.all((np.asarray(beta) > 0) & (np.asarray(beta) <= 2))
+
+
+@pytest.mark.parametrize("spec", ["path(rank=3)", "path(rank=3,conv=0)", "path(rank=full)"])
+def test_gradients_of_every_parameter_and_of_the_input(spec):
+    """Of w and beta together, for two packed documents and two key heads, against float64 central differences."""
+    rng, lengths = np.random.default_rng(8), (4, 7)
+    point = {"x": rng.normal(size=(1, sum(lengths), 6))} | _params(spec)
+    point = {name: np.asarray(a, np.float32).astype(np.float64) for name, a in point.items()}
+    cotangents = rng.normal(size=(1, sum(lengths), 2, 4)), rng.normal(size=(1, sum(lengths), 2))
+
+    def exact(values):
+        documents = np.split(values["x"][0], [lengths[0]])
+        found = [_expected(spec, {n: a for n, a in values.items() if n != "x"}, x) for x in documents]
+        w, beta = (np.concatenate(own) for own in zip(*found, strict=True))
+        return (w * cotangents[0][0]).sum() + (beta * cotangents[1][0]).sum()
+
+    def slopes(name):
+        out = np.zeros(point[name].size)
+        for place in range(out.size):
+            step = np.zeros(out.size)
+            step[place] = 1e-6
+            step = step.reshape(point[name].shape)
+            out[place] = (exact(point | {name: point[name] + step}) - exact(point | {name: point[name] - step})) / 2e-6
+        return out.reshape(point[name].shape)
+
+    ids = np.repeat([0, 1], lengths)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+
+    def loss(values):
+        tokens = _tokens(values["x"], ids, positions)
+        made = _run.__wrapped__(spec, {n: a for n, a in values.items() if n != "x"}, tokens, None)[0]
+        return sum((a * c).sum() for a, c in zip(made, cotangents, strict=True))
+
+    got = jax.jit(jax.grad(loss))({n: jnp.asarray(a, jnp.float32) for n, a in point.items()})
+    for name in point:
+        assert relative_rms(got[name], slopes(name)) < 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_the_narrow_projections(dtype):
+    rng = np.random.default_rng(12)
+    x = jnp.asarray(rng.normal(size=(2, 9, 6)), dtype)
+    down, beta = (jnp.asarray(rng.normal(size=(6, n)), jnp.float32) for n in (3, 2))
+    (low, logits), pull = jax.vjp(_narrow, x, down, beta)
+    assert (low.dtype, logits.dtype) == (dtype, jnp.float32)
+    d = jnp.asarray(rng.normal(size=low.shape), dtype), jnp.asarray(rng.normal(size=logits.shape), jnp.float32)
+    got = (low, logits, *pull(d))
+    wide = [np.asarray(a, np.float64) for a in (x, down.astype(dtype), beta.astype(dtype), *d)]
+    want = (
+        *(wide[0] @ kernel for kernel in wide[1:3]),
+        wide[3] @ wide[1].T + wide[4] @ wide[2].T,
+        *(np.einsum("bti,btn->in", wide[0], own) for own in wide[3:]),
+    )
+    for ours, exact in zip(got, want, strict=True):
+        assert relative_rms(ours, exact) < (1e-6 if dtype == "float32" else 1e-2)
 
 
 def test_start():
