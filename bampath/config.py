@@ -80,7 +80,8 @@ class OptimConfig:
 
     lr_start and lr_end are fractions of lr; decay_steps is the length of the final decay of "wsd". The *_lr fields are
     factors on lr for positional parameters by role, prior_decay their own weight decay. clip_norm=0 turns clipping off;
-    clip_positional says whether positional parameters count in the global norm and are clipped by it.
+    clip_positional says whether positional parameters count in the global norm and are clipped by it. muon_dtype: of
+    Muon's Newton-Schulz steps; its momentum stays as wide as the parameters.
     """
 
     name: Literal["radam", "adamw", "muon"] = "radam"
@@ -103,6 +104,7 @@ class OptimConfig:
     prior_decay: float = 0.0
     muon_momentum: float = 0.95
     muon_steps: int = 5
+    muon_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         _choices("optim", self)
@@ -120,7 +122,7 @@ class OptimConfig:
         if self.schedule != "wsd":
             _refuse_idle("optim", self, f"optim.schedule={self.schedule} (it is for wsd)", "decay_steps")
         if self.name != "muon":
-            _refuse_idle("optim", self, f"optim.name={self.name}", "muon_momentum", "muon_steps")
+            _refuse_idle("optim", self, f"optim.name={self.name}", "muon_momentum", "muon_steps", "muon_dtype")
         if self.clip_norm == 0:
             _refuse_idle("optim", self, "optim.clip_norm=0", "clip_positional")
 

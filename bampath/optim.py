@@ -7,6 +7,7 @@ Roles are set where a parameter is declared (`bampath.params.tagged`); names pla
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,10 +84,27 @@ def direction(config: OptimConfig, roles: Any, axes: Any) -> optax.GradientTrans
     labels = jax.tree.map(lambda d: "adam" if d is None else "muon", dims, is_leaf=_is_dimensions)
     masked = jax.tree.map(lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dimensions)
     muon = optax.chain(
-        contrib.scale_by_muon(beta=c.muon_momentum, ns_steps=c.muon_steps, weight_dimension_numbers=masked),
-        optax.stateless(lambda updates, _: jax.tree.map(match_adam, updates, masked)),
+        orthogonal_momentum(c, masked), optax.stateless(lambda updates, _: jax.tree.map(match_adam, updates, masked))
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def orthogonal_momentum(config: OptimConfig, dims: Any) -> optax.GradientTransformation:
+    """Muon before its step is scaled: Nesterov momentum, made orthogonal by Newton-Schulz steps in `muon_dtype`.
+
+    In bfloat16, as Muon's authors run them: a GPU then moves half the bytes and multiplies at twice the rate.
+    """
+    muon = partial(contrib.scale_by_muon, weight_dimension_numbers=dims)
+    if config.muon_dtype == "float32":
+        return muon(beta=config.muon_momentum, ns_steps=config.muon_steps)
+    momentum = muon(beta=config.muon_momentum, ns_steps=0)  # of norm 1
+    steps = muon(beta=0.0, nesterov=False, ns_steps=config.muon_steps)
+
+    def orthogonalise(updates: Any, _: Any) -> Any:
+        narrow = optax.tree.cast(updates, config.muon_dtype)
+        return optax.tree.cast_like(steps.update(narrow, steps.init(narrow))[0], updates)
+
+    return optax.chain(momentum, optax.stateless(orthogonalise))
 
 
 def muon_dimensions(roles: Any, axes: Any) -> Any:

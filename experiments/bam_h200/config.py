@@ -75,7 +75,7 @@ SIZES = {
         Size(
             _study(
                 *("120m", "l12", "model.heads=12", "optim.lr=0.001", "optim.warmup_steps=200"),
-                *("data.batch_size=64", "train.steps=4000"),
+                *("data.batch_size=64", "train.steps=3100", "optim.muon_dtype=bfloat16"),
                 vocab_size=16_384,
             )
         ),

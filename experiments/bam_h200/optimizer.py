@@ -51,9 +51,7 @@ def _grouped(config: OptimConfig, dims: list[contrib.MuonDimensionNumbers]) -> o
     def inner(tree: Any) -> optax.GradientTransformation:
         behind = {name: _behind_stack(dims[members[0]]) for name, members in groups(tree).items()}
         return optax.chain(
-            contrib.scale_by_muon(
-                beta=config.muon_momentum, ns_steps=config.muon_steps, weight_dimension_numbers=behind
-            ),
+            optim.orthogonal_momentum(config, behind),
             optax.stateless(
                 lambda updates, _: {name: optim.match_adam(u, behind[name]) for name, u in updates.items()}
             ),

@@ -87,6 +87,7 @@ def test_what_follows_from_another_key_keeps_following_it():
         ("optim.decay_steps=5", r"optim.decay_steps=5 has no effect with optim.schedule=cosine .*wsd.*leave it at 0"),
         ("optim.muon_steps=3", r"optim.muon_steps=3 has no effect with optim.name=adamw"),
         ("optim.muon_momentum=0.9", r"optim.muon_momentum=0.9 has no effect with optim.name=adamw"),
+        ("optim.muon_dtype=bfloat16", r"optim.muon_dtype=bfloat16 has no effect with optim.name=adamw"),
         ("model.init_std=0.1", r"model.init_std=0.1 has no effect with model.init=torch"),
         ("optim.b2=0.5", r"b2 > 0.6"),
         ("optim.schedule=wsd", r"decay_steps"),

@@ -1,5 +1,7 @@
 """One step of every recipe against numbers worked out by hand, and the mapping from roles leaf by leaf."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +161,36 @@ def test_muon_steps_are_orthogonal_for_matrices_and_adams_elsewhere():
     assert (singular < 1.5).all()
     for leaf in ("embedding", "head", "conv", "norm", "bias", "alpha", "s", "w"):
         np.testing.assert_allclose(updates[leaf], -np.sign(grads[leaf]), rtol=1e-4, err_msg=leaf)
+
+
+def test_muon_in_bfloat16_makes_the_steps_of_float32():
+    """Two steps of momentum against Newton-Schulz in float64; and what is kept between steps stays float32."""
+    random = np.random.default_rng(5)
+    draw = lambda: {"a": jnp.asarray(random.normal(size=(96, 64)), jnp.float32)}
+    params, seen, updates, states = draw(), [], {}, {}
+    for _ in range(2):
+        seen.append(draw())
+        for dtype in ("float32", "bfloat16"):
+            plain = OptimConfig(name="muon", lr=1.0, schedule="constant", weight_decay=0, clip_norm=0)
+            made = make_optimizer(replace(plain, muon_dtype=dtype), 10, {"a": "matrix"}, {"a": ("embed", "mlp")})
+            state = states.get(dtype, made.init(params))
+            updates[dtype], states[dtype] = made.update(seen[-1], state, params)
+    first, second = (np.asarray(grads["a"], np.float64) for grads in seen)
+    mu = 0.95 * 0.05 * first + 0.05 * second
+    x = 0.95 * mu / (1 - 0.95**3) + 0.05 * second / (1 - 0.95**2)  # Nesterov's, with optax's corrections of the bias
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    want = -0.2 * np.sqrt(96) * x
+    error = {dtype: np.linalg.norm(np.asarray(u["a"]) - want) / np.linalg.norm(want) for dtype, u in updates.items()}
+    assert error["float32"] < 1e-5
+    assert 1e-5 < error["bfloat16"] < 0.1  # each step multiplies what was rounded in small singular values by 3.4
+    singular = np.linalg.svd(np.asarray(updates["bfloat16"]["a"]) / (0.2 * np.sqrt(96)), compute_uv=False)
+    assert (singular > 0.5).all()
+    assert (singular < 1.5).all()
+    assert updates["bfloat16"]["a"].dtype == jnp.float32
+    assert all(leaf.dtype != jnp.bfloat16 for leaf in jax.tree.leaves(states["bfloat16"]))
 
 
 def test_schedules_pass_through_their_corners():
