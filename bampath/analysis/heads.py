@@ -51,7 +51,7 @@ def read_heads(config: ModelConfig, params: Any, keys: int) -> list[Head]:
         composition = scheme.at(layer)
         if any(type(part).log_prior is not Part.log_prior for part in composition.layer_parts):
             own = jax.tree.map(np.asarray, position_params(params, layer))
-            found += _heads_of_layer(composition, own, geometry_of(config, layer), keys)
+            found += heads_of_layer(composition, own, geometry_of(config, layer), keys)
     return found
 
 
@@ -75,7 +75,8 @@ def sharpness_of(composition: Composition, own: dict[str, Any], geometry: Geomet
     return np.asarray(slots.sharpness[0, -1], np.float64)
 
 
-def _heads_of_layer(composition: Composition, own: dict[str, Any], geometry: Geometry, keys: int) -> list[Head]:
+def heads_of_layer(composition: Composition, own: dict[str, Any], geometry: Geometry, keys: int) -> list[Head]:
+    """The heads of a layer, from its parameters {part name: {name: array}}: those of other parts may be left out."""
     sharpness = sharpness_of(composition, own, geometry, keys)
     seen = belief(composition, own, keys, heads=geometry.heads, sharpness=sharpness)
     kinds = regimes(composition, own, keys, heads=geometry.heads)

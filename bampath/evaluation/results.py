@@ -39,21 +39,26 @@ def write_results(path: Path, env: dict[str, Any], rows: Sequence[dict[str, Any]
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a crash leaves the old file or the new one, and of several writers one wins. NaN and infinity
     become null."""
-    text = json.dumps(_finite(value), indent=1, allow_nan=False)
+    write_text(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as `write_json` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
     try:
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # of a disk that is full
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null in place of NaN and infinity, which JSON has no words for."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value

@@ -10,6 +10,7 @@ from bampath.analysis.figures import short_number, style
 from experiments.tables import by
 
 Row = dict[str, Any]
+LEAST = 1e-6  # a weight below it is drawn as this
 
 
 def attention_figure(rows: Iterable[Row]) -> Figure:
@@ -41,7 +42,7 @@ def _draw(panel: Any, row: Row) -> None:
     places = np.minimum(np.arange(len(row["row"])) * width, row["keys"])
     panel.axvspan(row["needle_start"], row["needle_end"], color="#E0EEF7", lw=0, zorder=0)
     panel.axvline(row["needle_start"], color="#56B4E9", lw=0.8, ls=":")
-    panel.vlines(places, 1e-6, np.maximum(row["row"], 1e-6), color="#0072B2", lw=0.9)
+    panel.vlines(places, LEAST, np.maximum(row["row"], LEAST), color="#0072B2", lw=0.9)
     panel.set(yscale="log", ylim=(1e-5, 1.3))
     where = f"layer {row['layer']}, head {row['head']}, {short_number(row['length'])} tokens"
     panel.set_title(f"{row['case']}: {where}; {row['needle']:.2f} on the key's sentence", fontsize=8.5)

@@ -123,7 +123,7 @@ class Worker:
 
     def run(self, cell: Cell, keep: bool) -> bool:
         """Train and ask one cell; whether there was time for it. keep: for `ask_far`."""
-        from experiments.bam_h200 import measure, needles
+        from experiments.bam_h200 import measure, needles, slim
 
         self.parent.send(("want", cell, False))
         if self.parent.recv() != "go":
@@ -141,7 +141,7 @@ class Worker:
         rows += measure.heads(config, trained.params, max(map(max, self.asked.passkey)))
         rows.insert(0, _training(config, self.trainer, trained, time.monotonic() - middle))
         facts = {"case": cell.case, "seed": cell.seed, "mix": cell.mix, "size": cell.size}
-        rows = [{**facts, **row} for row in rows]
+        rows = slim.slim([{**facts, **row} for row in rows])
         self.parent.send(("rows", cell, rows))
         if keep:
             self.kept = (cell, trained.params, rows)
@@ -149,7 +149,7 @@ class Worker:
 
     def ask_far(self) -> None:
         """Ask the model that was kept at the far lengths, after all other cells."""
-        from experiments.bam_h200 import measure
+        from experiments.bam_h200 import measure, slim
 
         if self.kept is None or not self.asked.far:
             return
@@ -165,7 +165,7 @@ class Worker:
         found = measure.far(self.reader, self.tokenizer, self.asked, self.tokens)
         self.parent.send(("free",))
         facts = {name: rows[0][name] for name in ("case", "seed", "mix", "size")}
-        self.parent.send(("rows", cell, [*rows, *({**facts, **row} for row in found)]))
+        self.parent.send(("rows", cell, [*rows, *slim.slim([{**facts, **row} for row in found])]))
 
 
 def _training(config: Config, trainer: Any, trained: Any, asked: float) -> Row:

@@ -2,7 +2,8 @@
 
     python -m experiments.bam_h200.merge results.json a/results.json b/results.json
 
-A cell that is in several files is taken from the last of them.
+A cell that is in several files is taken from the last of them. Rows are slimmed as a study's own are, so one file of an
+earlier study becomes a smaller one.
 """
 
 import argparse
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bampath.command import fail_gracefully
-from bampath.evaluation.results import write_results
-from experiments.studies import read_kept
+from experiments.bam_h200 import kept
+from experiments.bam_h200.kept import CELL
+from experiments.bam_h200.slim import slim
 
 Row = dict[str, Any]
-CELL = ("size", "mix", "case", "seed")
 
 
 def merge(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def merge(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if budgets.setdefault(part, budget) != budget:
                 raise ValueError(f"{row['case']} of {part} had (steps, tokens) {budget}, others {budgets[part]}")
     runs = [env for file in files for env in file.get("runs", [file["env"]])]
-    return {"env": files[-1]["env"], "runs": runs, "rows": rows}
+    return {"env": files[-1]["env"], "runs": runs, "rows": slim(rows)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args(argv)
-    made = merge([read_kept(path) for path in options.files])
-    write_results(options.out, made["env"], made["rows"], runs=made["runs"])
+    made = merge([kept.read(path) for path in options.files])
+    kept.write(options.out, made)
     print(f"{len({tuple(row[name] for name in CELL) for row in made['rows']})} cells in {options.out}")
 
 

@@ -18,10 +18,12 @@ from PIL import Image
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
 from bampath.analysis.figures import short_number
 from bampath.command import fail_gracefully
+from experiments.bam_h200 import kept
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES, Cell
 from experiments.bam_h200.marks import marks
+from experiments.bam_h200.slim import with_curves
 from experiments.extrapolation.config import slug
 from experiments.tables import (
     by,
@@ -238,7 +240,7 @@ def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     for case, heads in by(learned, "case").items():
         yield f"exponents-{slug(case)}", exponent_figure(heads, f"Heads of {case}")
         first = [row for row in heads if row["seed"] == heads[0]["seed"]]
-        yield f"priors-{slug(case)}", prior_figure(first, trained, f"Priors of {case}")
+        yield f"priors-{slug(case)}", prior_figure(with_curves(first), trained, f"Priors of {case}")
     shown = [row for row in of("attention") if row["case"] in MAIN and "row" in row]
     if found and shown:
         yield "attention", attention_figure(shown)
@@ -333,7 +335,7 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str
 
 def write_report(folder: Path, speed: Path | None = None) -> Path:
     """Read folder/results.json, write folder/figures and folder/report.md; returns the latter's path."""
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = kept.read(folder / "results.json")
     shutil.rmtree(folder / "figures", ignore_errors=True)
     (folder / "figures").mkdir()
     figures = write_figures(folder / "figures", results["rows"])
@@ -345,9 +347,9 @@ def write_report(folder: Path, speed: Path | None = None) -> Path:
 
 def publish(folder: Path, here: Path = HERE) -> None:
     """Copy what `write_report` made into `here`, and the main numbers into its README."""
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = kept.read(folder / "results.json")
     if folder.resolve() != here.resolve():
-        (here / "results.json").write_text(in_lines(results), encoding="utf-8")
+        kept.write(here / "results.json", results)
         shutil.copy(folder / "report.md", here / "report.md")
         shutil.rmtree(here / "figures", ignore_errors=True)
         shutil.copytree(folder / "figures", here / "figures")
@@ -364,13 +366,6 @@ def publish(folder: Path, here: Path = HERE) -> None:
         shown = [head, passkey_table(part), *far_note(part), told]
         blocks += [f"### {title(key)}", *filter(None, shown)]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
-
-
-def in_lines(results: dict[str, Any]) -> str:
-    """JSON with one row per line: a repository shows what changed."""
-    rows = ",\n".join(json.dumps(row) for row in results["rows"])
-    head = json.dumps({name: value for name, value in results.items() if name != "rows"}, indent=1)
-    return f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,10 +12,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from bampath.evaluation.results import environment, write_json, write_results
+from bampath.evaluation.results import environment, write_json
+from experiments.bam_h200 import kept
 from experiments.bam_h200.cells import FAR_LOST, Materials, finished, identity, work
 from experiments.bam_h200.config import Cell
-from experiments.studies import read_kept
 
 TICK = 0.25
 
@@ -213,6 +213,6 @@ def write_all(board: Board) -> None:
     path = board.materials.out / "results.json"
     mine = [row for cell in board.cells for row in board.rows.get(cell, [])]
     done = {cell.slug for cell in board.rows}
-    there = read_kept(path)["rows"] if path.exists() else []
+    there = kept.read(path)["rows"] if path.exists() else []
     name = lambda row: Cell(row["case"], row["seed"], row["mix"], row["size"]).slug
-    write_results(path, environment(), [*(row for row in there if name(row) not in done), *mine])
+    kept.write(path, {"env": environment(), "rows": [*(row for row in there if name(row) not in done), *mine]})

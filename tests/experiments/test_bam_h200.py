@@ -22,7 +22,7 @@ from bampath.data.loader import BatchSource
 from bampath.data.tokenizer import HuggingFaceTokenizer
 from bampath.evaluation.passkey import PasskeyTask, Prompts
 from bampath.evaluation.reader import ModelReader
-from experiments.bam_h200 import cells, measure, optimizer, report, rows, run, schedule, text, training
+from experiments.bam_h200 import cells, kept, measure, optimizer, report, rows, run, schedule, text, training
 from experiments.bam_h200.config import SIZES, Cell
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. A pass key of 12345 is hidden there, he said. "
@@ -378,12 +378,12 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
         run.main([*common, "--cases", "bam+ssmax", "--seeds", "0"])
     run.main([*common, "--resume", "--cases", "bam+ssmax", "bam+ssmax @ data.batch_size=4", "--seeds", "0"])
     assert "2 of 2 cells" in capsys.readouterr().out
-    trained = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    trained = kept.read(tmp_path / "out" / "results.json")["rows"]
     tokens = {row["case"]: row["tokens"] for row in trained if row["benchmark"] == "training"}
     assert tokens["bam+ssmax @ data.batch_size=4"] == 2 * tokens["bam+ssmax"]
     run.main([*common, "--resume", "--cases", "bam+ssmax", "--seeds", "0", "1", "--minutes", "0"])
     assert "missing: tiny-retrieval-bam-ssmax-seed1" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    found = kept.read(tmp_path / "out" / "results.json")["rows"]
     kinds = {row["benchmark"] for row in found}
     assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}
     page = report.write_report(tmp_path / "out").read_text()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments import tables
-from experiments.bam_h200 import marks, merge, report
+from experiments.bam_h200 import kept, marks, merge, report
 
 
 def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_results_of_several_calls_become_one() -> None:
 
 def test_results_in_lines_are_the_same_results() -> None:
     results = {"env": {"jax": "1"}, "runs": [{}], "rows": [{"a": [1, 2]}, {"b": None}]}
-    text_ = report.in_lines(results)
+    text_ = kept.in_lines(results)
     assert json.loads(text_) == results
     assert '{"a": [1, 2]},\n{"b": null}' in text_
 
