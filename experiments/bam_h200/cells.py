@@ -16,11 +16,11 @@ import numpy as np
 
 from bampath.config import Config, to_json
 from bampath.data.loader import row_options
-from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Cell
+from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
 from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
-FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths
+FAR_CHUNK = 32_768  # tokens that are read at a time at the far lengths, unless keys are carried
 FAR_LOST = "its far lengths (remove the cell's folder to train it and ask it again): "
 
 
@@ -160,12 +160,20 @@ class Worker:
         self.parent.send(("want", cell, True))
         if self.parent.recv() != "go":
             return
-        # Read in pieces, PaTH moves all keys so far for each; its kernels take the whole row.
-        self.reader.chunk = 2 * max(self.asked.far) if cell.scheme.startswith("path") else FAR_CHUNK
+        self.reader.chunk = far_chunk(cell.scheme, self.asked)
         found = measure.far(self.reader, self.tokenizer, self.asked, self.tokens)
         self.parent.send(("free",))
         facts = {name: rows[0][name] for name in ("case", "seed", "mix", "size")}
         self.parent.send(("rows", cell, [*rows, *slim.slim([{**facts, **row} for row in found])]))
+
+
+def far_chunk(scheme: str, asked: Asked) -> int:
+    """Tokens that are read at a time at the far lengths: the whole row where a layer carries its keys along (PaTH),
+    since for each piece it would move all keys so far, and its kernels take the row."""
+    from bampath.positions.registry import parse
+
+    carried = any(layer.carries_keys for layer in parse(scheme).layers)
+    return 2 * max(asked.far) if carried else FAR_CHUNK
 
 
 def _training(config: Config, trainer: Any, trained: Any, asked: float) -> Row:
