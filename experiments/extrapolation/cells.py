@@ -40,17 +40,25 @@ class Cell:
         return f"{slug(self.scheme)}-seed{self.seed}"
 
 
+def is_finished(cell: Cell, out: Path) -> bool:
+    """Whether `run_cell` would only read it."""
+    return _rows_file(cell, out).exists()
+
+
+def _rows_file(cell: Cell, out: Path) -> Path:
+    return out / "cells" / cell.slug / "rows.json"
+
+
 def run_cell(study: Study, cell: Cell, out: Path, tokenizer: Path, notify: Notify) -> list[Row]:
     """Train and measure one cell in out/cells/SLUG, or read what is there if it is finished.
 
     A cell whose training was interrupted continues from its last checkpoint. ValueError if the folder holds a cell of
     another study (other options or budget).
     """
-    folder = out / "cells" / cell.slug
-    config = study.config(cell.scheme, cell.seed, tokenizer)
+    finished = _rows_file(cell, out)
+    folder, config = finished.parent, study.config(cell.scheme, cell.seed, tokenizer)
     asked = {name: value for name, value in asdict(study).items() if name not in ("name", "schemes", "overrides")}
     identity = {"study": json.loads(json.dumps(asked)), "config": json.loads(to_json(config))}
-    finished = folder / "rows.json"
     done = rows_of_cell(finished, identity)
     if done is not None:
         return done

@@ -21,7 +21,7 @@ from typing import Any
 from bampath.command import fail_gracefully
 from bampath.config import Config
 from experiments.extrapolation.config import SIZES, Study, slug
-from experiments.studies import alone, refuse_alike
+from experiments.studies import alone, read_kept, refuse_alike
 
 HERE = Path(__file__).parent
 FRONT = HERE.parent.parent / "README.md"
@@ -92,20 +92,31 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 
 def run_study(study: Study, seeds: Sequence[int], out: Path) -> dict[str, Any]:
-    """Run or read all cells, write results.json after each, then report.md and figures; returns the results."""
-    from bampath.evaluation.results import environment, write_results
-    from experiments.extrapolation.cells import Cell, run_cell
+    """Run or read all cells, write results.json after each, then report.md and figures; returns the results.
+
+    Their environment and seconds are those of the calls that ran cells, whoever reads them again.
+    """
+    from experiments.extrapolation.cells import Cell, is_finished
+    from experiments.extrapolation.clock import Clock
+
+    out = out.absolute()
+    cells = [Cell(scheme, seed) for seed in seeds for scheme in study.schemes]
+    with Clock(out, measures=not all(is_finished(cell, out) for cell in cells)) as clock:
+        return _run_cells(study, cells, out, clock)
+
+
+def _run_cells(study: Study, cells: Sequence[Any], out: Path, clock: Any) -> dict[str, Any]:
+    from bampath.evaluation.results import write_results
+    from experiments.extrapolation.cells import run_cell
     from experiments.extrapolation.display import Board
     from experiments.extrapolation.report import report, write_figures
     from experiments.extrapolation.tokenizer import make_tokenizer
     from experiments.tables import findings
 
-    start, out = time.monotonic(), out.absolute()
-    config = study.config(study.schemes[0], seeds[0])
-    env = environment()
+    config = study.config(cells[0].scheme, cells[0].seed)
+    env = _environment(out, clock.measures)
     print(f"{out}\n{env['device']}, {env['platform']}, Python {env['python']}, JAX {env['jax']}, {env['date']}")
     tokenizer = make_tokenizer(out / "tokenizer.json", config)
-    cells = [Cell(scheme, seed) for seed in seeds for scheme in study.schemes]
     rows: list[dict[str, Any]] = []
     facts = describe(study, config)
     with Board(study, config.model.train_length, cells) as board:
@@ -113,17 +124,25 @@ def run_study(study: Study, seeds: Sequence[int], out: Path) -> dict[str, Any]:
             own = run_cell(study, cell, out, tokenizer, board.watch(cell))
             rows += own
             board.finish(cell, own)
-            write_results(out / "results.json", env, rows, study={**facts, "total_seconds": _since(start)})
+            write_results(out / "results.json", env, rows, study={**facts, "total_seconds": clock.keep()})
     write_figures(out / "figures", {"study": facts, "rows": rows})
-    results = {"env": env, "study": {**facts, "total_seconds": _since(start)}, "rows": rows}
+    results = {"env": env, "study": {**facts, "total_seconds": clock.keep()}, "rows": rows}
     write_results(out / "results.json", env, rows, study=results["study"])
     (out / "report.md").write_text(report(results), encoding="utf-8")
     print(*findings(results), sep="\n")
-    print(f"report    {out / 'report.md'}\nfigures   {out / 'figures'}\ntotal     {_since(start):.0f} s")
+    print(f"report    {out / 'report.md'}\nfigures   {out / 'figures'}\ntotal     {clock.keep():.0f} s")
     learned = {row["case"] for row in rows if row["benchmark"] == "prior" and row["parameters"]}
     shown = next((cell for cell in cells if cell.scheme in learned), cells[0])
     print(f"inspect   python -m bampath.inspect {out / 'cells' / shown.slug / 'run'}")
     return results
+
+
+def _environment(out: Path, measures: bool) -> dict[str, Any]:
+    """That of this call, or of the one that ran the last cell if this one only reads them."""
+    from bampath.evaluation.results import environment
+
+    path = out / "results.json"
+    return environment() if measures or not path.exists() else dict(read_kept(path)["env"])
 
 
 def describe(study: Study, config: Config) -> dict[str, Any]:
@@ -176,10 +195,6 @@ def publish(out: Path, results: dict[str, Any]) -> None:
 def _is_override(word: str) -> bool:
     name, equals, _ = word.partition("=")
     return bool(equals) and "(" not in name
-
-
-def _since(start: float) -> float:
-    return round(time.monotonic() - start, 1)
 
 
 def _positive(text: str) -> int:

@@ -3,12 +3,14 @@
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from bampath.evaluation import passkey, perplexity
+from bampath.progress import duration
 from experiments import tables
-from experiments.extrapolation import cells, commands, run
+from experiments.extrapolation import cells, clock, commands, run
 from experiments.extrapolation.config import SIZES, Study
 
 SCHEMES = ("nope", "bam(init=slopes)+ssmax")
@@ -126,6 +128,55 @@ def test_a_finished_cell_is_read_and_not_trained_again(results, study, folder, m
     assert again["rows"] == json.loads(json.dumps(results["rows"]))
     with pytest.raises(ValueError, match="other options"):
         run.run_study(replace(study, samples=4), [0], folder / "out")
+
+
+def test_what_is_published_is_what_the_study_took(results, study, folder, monkeypatch):
+    """Not what reading it again takes, nor where and when that is done; cells that are run later count."""
+    out = folder / "out"
+    took, date = results["study"]["total_seconds"], results["env"]["date"]
+    assert took == pytest.approx(sum(json.loads((out / "seconds.json").read_text(encoding="utf-8"))["calls"]))
+    today = {**results["env"], "date": "2099-01-01T00:00:00+0000"}
+    monkeypatch.setattr("bampath.evaluation.results.environment", lambda: today)
+    passed = iter(range(0, 10**9, 1000))  # seconds: every look at the clock is 1000 later
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: next(passed)))
+        again = run.run_study(study, [0], out)
+        assert (again["study"]["total_seconds"], again["env"]["date"]) == (took, date)
+        assert json.loads((out / "results.json").read_text(encoding="utf-8"))["study"] == again["study"]
+        assert f"Total {duration(took)} (" in (out / "report.md").read_text(encoding="utf-8")
+        kept = out / "cells" / "nope-seed0" / "rows.json"
+        rows = kept.read_text(encoding="utf-8")
+        kept.unlink()
+        more = run.run_study(study, [0], out)
+        kept.write_text(rows, encoding="utf-8")
+    assert more["study"]["total_seconds"] - took in range(1000, 10_000, 1000)
+    assert more["env"] == today
+
+
+def test_seconds_of_calls_are_added(tmp_path, monkeypatch):
+    now = SimpleNamespace(monotonic=lambda: now.value, value=0.0)
+    monkeypatch.setattr(clock, "time", now)
+
+    def call(seconds, measures=True, stop=None):
+        with clock.Clock(tmp_path, measures) as one:
+            now.value += seconds / 2
+            one.keep()
+            now.value += seconds / 2
+            if stop:
+                raise stop
+            return one.keep()
+
+    assert call(7.0, measures=False) == 7.0  # finished cells whose seconds nobody has kept
+    assert call(10.0) == 10.0
+    with pytest.raises(KeyboardInterrupt):
+        call(4.0, stop=KeyboardInterrupt())
+    assert call(3.0, measures=False) == 14.0
+    assert call(1.5) == 15.5
+    assert json.loads((tmp_path / "seconds.json").read_text(encoding="utf-8")) == {"calls": [10.0, 4.0, 1.5]}
+    (tmp_path / "seconds.json").unlink()  # of a study that had no such file
+    (tmp_path / "results.json").write_text('{"study": {"total_seconds": 423.0}}', encoding="utf-8")
+    assert call(9.0, measures=False) == 423.0
+    assert call(2.0) == 425.0
 
 
 def test_an_unfinished_cell_continues_from_its_checkpoint(results, study, folder):
