@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bampath.positions.options import option
-from bampath.positions.projections import project
 from bampath.positions.slots import Geometry, Param, Part, Slots, Tokens
 
 Array = jax.Array
@@ -65,6 +64,9 @@ class FoX(Part):
             return {"bias": Param(heads, lambda key, shape, dtype: jnp.asarray(start, dtype), ("heads",), "prior")}
         return {}
 
+    def narrow(self, params: dict[str, Array]) -> dict[str, Array]:
+        return {"kernel": params["kernel"]} if self.gate == "data" else {}
+
     def fill(
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any
     ) -> tuple[Slots, Any]:
@@ -73,7 +75,7 @@ class FoX(Part):
         else:
             logits = params["bias"][None, None, :]
             if self.gate == "data":
-                logits = project(tokens.x, params["kernel"]) + logits
+                logits = tokens.products(self, params)["kernel"] + logits
             log_f = jax.nn.log_sigmoid(logits)
         real = (tokens.segment_ids >= 0)[:, :, None]  # padding forgets nothing
         return replace(slots, log_gates=jnp.where(real, log_f, 0)), carry

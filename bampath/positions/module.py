@@ -1,13 +1,15 @@
 """The Flax side of a scheme: one module per layer that fills the slots, one for the input."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from bampath.positions.projections import project_together
 from bampath.positions.registry import Composition, Scheme
-from bampath.positions.slots import Carry, Geometry, Slots, Tokens
+from bampath.positions.slots import Carry, Geometry, Part, Slots, Tokens
 
 Array = jax.Array
 
@@ -31,15 +33,20 @@ class PositionalEncoding(nn.Module):
         window = self.composition.window
         if window is not None:  # a query sees no more keys than its window holds
             tokens = replace(tokens, counts=jnp.minimum(tokens.counts, window))
+        modules: dict[str, Any] = {part.NAME: self._module(part) for part in self.composition.layer_parts}
+        having = [part.NAME for part in self.composition.layer_parts if type(part).narrow is not Part.narrow]
+        narrow = {name: modules[name].narrow() for name in having}
+        tokens = replace(tokens, made=project_together(tokens.x, narrow))
         slots, after = Slots(q_BTHD, k_BTHD), {}
-        for part in self.composition.layer_parts:
-            module = (self.shared or {}).get(part.NAME) if part.shared else None
-            if module is None:
-                module = part.module(self.geometry, name=part.NAME)
-            slots, state = module(slots, tokens, None if carry is None else carry.get(part.NAME))
+        for name, module in modules.items():
+            slots, state = module(slots, tokens, None if carry is None else carry.get(name))
             if state is not None:
-                after[part.NAME] = state
+                after[name] = state
         return slots, None if carry is None else after
+
+    def _module(self, part: Part) -> nn.Module:
+        shared = (self.shared or {}).get(part.NAME) if part.shared else None
+        return part.module(self.geometry, name=part.NAME) if shared is None else shared
 
 
 class InputEmbedding(nn.Module):

@@ -12,7 +12,6 @@ from bampath.positions.directions import directions
 from bampath.positions.options import option
 from bampath.positions.projections import project
 from bampath.positions.slots import Geometry, Param, Part, SlotName, Slots, Tokens
-from bampath.sharding.mesh import current
 
 Array = jax.Array
 
@@ -82,6 +81,9 @@ class PaTH(Part):
         found["beta_bias"] = Param((geometry.kv_heads,), nn.initializers.constant(self.bias), ("kv_heads",), "bias")
         return found
 
+    def narrow(self, params: dict[str, Array]) -> dict[str, Array]:
+        return {name: params[name] for name in ("w_down", "beta_kernel") if name in params}
+
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Any:
         if self.conv < 2:
             return None
@@ -90,24 +92,13 @@ class PaTH(Part):
     def fill(
         self, params: dict[str, Array], geometry: Geometry, slots: Slots, tokens: Tokens, carry: Any
     ) -> tuple[Slots, Any]:
+        x, narrow = tokens.x, tokens.products(self, params)
         if self.rank == "full":
-            w, logits = project(tokens.x, params["w"], rounded=True), project(tokens.x, params["beta_kernel"])
+            w = project(x, params["w"], rounded=True)
         else:
-            low, logits = _narrow(tokens.x, params["w_down"], params["beta_kernel"])
-            w = project(low, params["w_up"], rounded=True)
+            w = project(narrow["w_down"].astype(x.dtype), params["w_up"], rounded=True)
         w, carry = directions(w, params.get("conv"), tokens, carry, self.silu, self.eps)
-        beta = 2 * jax.nn.sigmoid(logits + params["beta_bias"][None, None, :])
+        beta = 2 * jax.nn.sigmoid(narrow["beta_kernel"] + params["beta_bias"][None, None, :])
         real = (tokens.segment_ids >= 0)[:, :, None]  # padding moves nothing
         beta = jnp.where(real, jnp.minimum(beta, self.beta_max), 0)
         return replace(slots, householder=(w, beta), scale_gates=self.scale_gates), carry
-
-
-def _narrow(x: Array, down: Array, beta: Array) -> tuple[Array, Array]:
-    """x times both matrices, the first result in x's dtype. Both are narrow: what they cost is reading x, and writing
-    its gradient, so one device makes them one product. Heads that are spread over a mesh have beta's columns where
-    they are, and joined to others those would be moved."""
-    mesh = current()
-    if mesh is not None and mesh.shape["tensor"] > 1:
-        return project(x, down, rounded=True), project(x, beta)
-    low, logits = jnp.split(project(x, jnp.concatenate([down, beta], axis=1)), [down.shape[1]], axis=-1)
-    return low.astype(x.dtype), logits

@@ -24,6 +24,7 @@ from flax import struct
 from bampath.params import Role, tagged
 from bampath.positions import options
 from bampath.positions.priors import PartPrior, combine
+from bampath.positions.projections import project_together
 from bampath.sharding import weight
 from kernels.attention.api import DistancePrior
 
@@ -50,12 +51,17 @@ class Tokens:
 
     x [B, T, dim] normed input of the layer; positions [B, T] int32, restarting per document; counts [B, T] int32,
     number of keys visible to each query, itself included (a window may lower it further); segment_ids [B, T] int32, one
-    id per document, negative for padding."""
+    id per document, negative for padding; made: what `products` gives, by part name, where it has been made already."""
 
     x: Array
     positions: Array
     counts: Array
     segment_ids: Array
+    made: dict[str, dict[str, Array]] = struct.field(default_factory=dict)
+
+    def products(self, part: "Part", params: dict[str, Array]) -> dict[str, Array]:
+        """x times the matrices of `part.narrow`, [B, T, n] float32 or wider: made before for all parts, or now."""
+        return self.made[part.NAME] if part.NAME in self.made else project_together(self.x, part.narrow(params))
 
 
 @struct.dataclass
@@ -154,6 +160,11 @@ class Part:
         """How many positions the part is defined for; None: any number."""
         return None
 
+    def narrow(self, params: dict[str, Array]) -> dict[str, Array]:
+        """Matrices [dim, n] that multiply the layer's input, for which `fill` asks `tokens.products`: those of all
+        parts of a layer are one product."""
+        return {}
+
     def init_carry(self, geometry: Geometry, batch: int, dtype: Any) -> Any:
         """State before the first token; None for a part without state."""
         return None
@@ -201,9 +212,15 @@ class PartModule(nn.Module):
     part: Part
     geometry: Geometry
 
-    @nn.compact
+    def setup(self) -> None:
+        self.own = _declare(self, self.part, self.geometry)
+
+    def narrow(self) -> dict[str, Array]:
+        """See `Part.narrow`."""
+        return self.part.narrow(dict(self.own))
+
     def __call__(self, slots: Slots, tokens: Tokens, carry: Any = None) -> tuple[Slots, Any]:
-        return self.part.fill(_declare(self, self.part, self.geometry), self.geometry, slots, tokens, carry)
+        return self.part.fill(dict(self.own), self.geometry, slots, tokens, carry)
 
 
 class InputModule(nn.Module):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from bampath.positions import Geometry, Slots, Tokens, parse
 from bampath.positions.conv import empty_conv, short_conv
 from bampath.positions.directions import directions
-from bampath.positions.path import _narrow
-from bampath.positions.projections import project
+from bampath.positions.module import PositionalEncoding
+from bampath.positions.projections import project, project_together
 from tests.helpers import relative_rms, x64
 from tests.positions import oracles
 
@@ -128,19 +129,38 @@ def test_gradients_of_every_parameter_and_of_the_input(spec):
 def test_gradients_of_the_narrow_projections(dtype):
     rng = np.random.default_rng(12)
     x = jnp.asarray(rng.normal(size=(2, 9, 6)), dtype)
-    down, beta = (jnp.asarray(rng.normal(size=(6, n)), jnp.float32) for n in (3, 2))
-    (low, logits), pull = jax.vjp(_narrow, x, down, beta)
-    assert (low.dtype, logits.dtype) == (dtype, jnp.float32)
-    d = jnp.asarray(rng.normal(size=low.shape), dtype), jnp.asarray(rng.normal(size=logits.shape), jnp.float32)
-    got = (low, logits, *pull(d))
-    wide = [np.asarray(a, np.float64) for a in (x, down.astype(dtype), beta.astype(dtype), *d)]
+    kernels = {"path": {"w_down": 3, "beta_kernel": 2}, "fox": {"kernel": 4}}
+    kernels = jax.tree.map(lambda n: jnp.asarray(rng.normal(size=(6, n)), jnp.float32), kernels)
+    made, pull = jax.vjp(project_together, x, kernels)
+    assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype("float32")}
+    d = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), made)
+    dx, dkernels = pull(d)
+    wide = lambda a: np.asarray(a, np.float64)
+    flat = [wide(kernel.astype(dtype)) for kernel in jax.tree.leaves(kernels)]
+    slopes = [wide(own) for own in jax.tree.leaves(d)]
     want = (
-        *(wide[0] @ kernel for kernel in wide[1:3]),
-        wide[3] @ wide[1].T + wide[4] @ wide[2].T,
-        *(np.einsum("bti,btn->in", wide[0], own) for own in wide[3:]),
+        *(wide(x) @ kernel for kernel in flat),
+        sum(own @ kernel.T for own, kernel in zip(slopes, flat, strict=True)),
+        *(np.einsum("bti,btn->in", wide(x), own) for own in slopes),
     )
-    for ours, exact in zip(got, want, strict=True):
+    for ours, exact in zip((*jax.tree.leaves(made), dx, *jax.tree.leaves(dkernels)), want, strict=True):
         assert relative_rms(ours, exact) < (1e-6 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "spec", ["path+fox", "path(rank=full)+fox", "path(rank=4)+fox(fixed)", "path+fox(bias_only)+bam"]
+)
+def test_a_layer_projects_once_for_all_parts(spec):
+    """One narrow product per layer, and the slots that the parts fill one by one."""
+    composition, tokens = parse(spec).at(0), _tokens(np.random.default_rng(3).normal(size=(2, 7, 6)))
+    params, q = composition.init_params(jax.random.key(1), GEOMETRY), jnp.ones((2, 7, 4, 4))
+    slots = Slots(q, q[:, :, :2])
+    for part in composition.layer_parts:
+        slots, _ = part.fill(params.get(part.NAME, {}), GEOMETRY, slots, tokens, None)
+    run = lambda params: PositionalEncoding(composition, GEOMETRY).apply({"params": params}, q, q[:, :, :2], tokens)[0]
+    chex.assert_trees_all_close(run(params), slots, rtol=1e-5, atol=1e-6)
+    products = str(jax.make_jaxpr(lambda params: jax.tree.leaves(run(params)))(params)).count("dot_general")
+    assert products == 2  # with w's second one, or its only one
 
 
 def test_start():
