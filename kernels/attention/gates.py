@@ -39,7 +39,27 @@ RADIX = 16
 def _running(high: Array, low: Array, started: Array) -> Pair:
     """Inclusive sums over axis 1 of pairs [B, S, H] that restart where `started` [B, S, 1].
 
-    Chunks of RADIX by doubling strides, then, with their sums done the same way, what came before each: a handful of
+    XLA's CPU compiler would do the last stage of the chunks over again for every pair of tokens, inside the logits, and
+    takes barriers out; what leaves a loop is written down.
+    """
+    return lax.platform_dependent(high, low, started, cpu=_by_doubling, default=_by_chunks)
+
+
+def _by_doubling(high: Array, low: Array, started: Array) -> Pair:
+    """A loop over doubling strides, each a pass over the whole row."""
+    length = high.shape[1]
+    index = jnp.arange(length)[None, :, None]
+
+    def body(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        before = [jnp.where(index >= 1 << i, jnp.roll(x, 1 << i, axis=1), jnp.zeros((), x.dtype)) for x in state]
+        return _after(before, state)
+
+    high, low, _ = lax.fori_loop(0, (length - 1).bit_length(), body, (high, low, started))
+    return high, low
+
+
+def _by_chunks(high: Array, low: Array, started: Array) -> Pair:
+    """Chunks of RADIX by doubling strides, then, with their sums done the same way, what came before each: a handful of
     passes over memory at any length.
     """
     length = high.shape[1]
@@ -51,7 +71,7 @@ def _running(high: Array, low: Array, started: Array) -> Pair:
         stride *= 2
     if length > RADIX:
         ends = [x[:, :, -1] for x in state]
-        sums = _running(*ends)
+        sums = _by_chunks(*ends)
         high, low = (_shifted(x, 1, 1)[:, :, None] for x in sums)
         state = _after([high, low, jnp.zeros((), bool)], state)
     high, low = (x.reshape(x.shape[0], -1, x.shape[3])[:, :length] for x in state[:2])

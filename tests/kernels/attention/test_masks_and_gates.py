@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.attention import gates as gate_sums
 from kernels.attention import masks
 from kernels.attention.api import attention
 from kernels.attention.gates import extended_sums, running_sums, starts_of
@@ -65,6 +66,33 @@ def test_differences_of_gate_sums_do_not_lose_resolution_with_length() -> None:
         error = np.abs((difference(high) + difference(low)) / want - 1).max()
         assert error < 3e-7, (lag, error)
         assert np.abs(difference(plain) - want).max() > 1e-3  # what a single float32 sum would have done
+
+
+@pytest.mark.parametrize("form", [gate_sums._by_doubling, gate_sums._by_chunks])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 255, 257, 4100])
+def test_both_forms_of_gate_sums_are_those_of_float64(form: Any, length: int) -> None:
+    rng = np.random.default_rng(length)
+    high = -np.exp(3 * rng.normal(size=(2, length, 3))).astype(np.float32)
+    low = (high * rng.uniform(-(2.0**-25), 2.0**-25, high.shape)).astype(np.float32)
+    starts = rng.uniform(size=(2, length, 1)) < 10 / length
+    total = np.zeros((2, 3))
+    want = np.empty(high.shape)
+    for i in range(length):
+        total = np.where(starts[:, i], 0, total) + high[:, i].astype(np.float64) + low[:, i]
+        want[:, i] = total
+    got = jax.jit(form)(*map(jnp.asarray, (high, low, starts)))
+    assert np.abs(np.asarray(got[1]) / np.asarray(got[0])).max() <= 2.0**-24  # lo is what hi rounds off
+    np.testing.assert_allclose(np.asarray(got[0], np.float64) + np.asarray(got[1]), want, rtol=3e-14)
+
+
+def test_gate_sums_are_written_down_on_a_cpu_and_have_no_loop_elsewhere() -> None:
+    """A loop's result cannot be made over again inside what reads it; on a GPU each turn would be a kernel."""
+    traced = jax.jit(jax.grad(lambda x: jnp.square(running_sums(x)[0]).sum())).trace(jnp.zeros((2, 300, 3)))
+    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    assert {name: text[name].count("stablehlo.while") for name in text} == {"cpu": 2, "cuda": 0, "tpu": 0}
+    if jax.default_backend() == "cpu":
+        compiled = jax.jit(lambda x: running_sums(x)[0]).lower(jnp.zeros((2, 300, 3))).compile()
+        assert " while(" in compiled.as_text()
 
 
 def test_gradient_of_gate_sums() -> None:
