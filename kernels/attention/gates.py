@@ -60,28 +60,31 @@ def _by_doubling(high: Array, low: Array, started: Array) -> Pair:
 
 def _by_chunks(high: Array, low: Array, started: Array) -> Pair:
     """Chunks of RADIX by doubling strides, then, with their sums done the same way, what came before each: a handful of
-    passes over memory at any length.
-    """
-    length = high.shape[1]
-    chunks = lambda x: jnp.pad(x, ((0, 0), (0, -length % RADIX), (0, 0))).reshape(x.shape[0], -1, RADIX, x.shape[2])
+    passes over memory at any length. Tokens are the last axis, so that no pass between two has to turn an array."""
+    high, low = _chunked(*(jnp.swapaxes(x, 1, 2) for x in (high, low, started)))
+    return jnp.swapaxes(high, 1, 2), jnp.swapaxes(low, 1, 2)
+
+
+def _chunked(high: Array, low: Array, started: Array) -> Pair:
+    """`_by_chunks` of pairs [B, H, S]."""
+    length = high.shape[2]
+    chunks = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -length % RADIX))).reshape(*x.shape[:2], -1, RADIX)
     state = chunks(high), chunks(low), chunks(started)
     stride = 1
     while stride < min(RADIX, length):
-        state = _after([_shifted(x, stride, 2) for x in state], state)
+        state = _after([_shifted(x, stride) for x in state], state)
         stride *= 2
     if length > RADIX:
-        ends = [x[:, :, -1] for x in state]
-        sums = _by_chunks(*ends)
-        high, low = (_shifted(x, 1, 1)[:, :, None] for x in sums)
-        state = _after([high, low, jnp.zeros((), bool)], state)
-    high, low = (x.reshape(x.shape[0], -1, x.shape[3])[:, :length] for x in state[:2])
+        sums = _chunked(*(x[..., -1] for x in state))
+        before = [_shifted(x, 1)[..., None] for x in sums]
+        state = _after([*before, jnp.zeros((), bool)], state)
+    high, low = (x.reshape(*x.shape[:2], -1)[..., :length] for x in state[:2])
     return high, low
 
 
-def _shifted(x: Array, by: int, axis: int) -> Array:
-    """x moved `by` places up along the axis, zeros in front."""
-    kept = lax.slice_in_dim(x, 0, x.shape[axis] - by, axis=axis)
-    return jnp.pad(kept, [(by, 0) if a == axis else (0, 0) for a in range(x.ndim)])
+def _shifted(x: Array, by: int) -> Array:
+    """x moved `by` places up along the last axis, zeros in front."""
+    return jnp.pad(x[..., : x.shape[-1] - by], [(0, 0)] * (x.ndim - 1) + [(by, 0)])
 
 
 def _after(before: Sequence[Array], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
