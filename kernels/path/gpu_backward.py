@@ -36,7 +36,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 class Above(NamedTuple):
     """Gradients that the levels above leave behind: of keys at the edges of the children (bfloat16), of their products
-    (float32) and how large those are (see `runs_backward`), and of the values so far (bfloat16). None above the top."""
+    (float32) and how large those are (see `runs_backward`), and of the values so far (bfloat16; below the lowest level
+    all of it, in their own dtype). None above the top."""
 
     k: Array | None
     p: Array | None
@@ -71,14 +72,15 @@ def backward(options: PathOptions, residuals: Any, cotangents: tuple[Array, Arra
         excess = jnp.where(alive, heads_first(grads["rows"]) + sum(s["rows"] for s in sides) - dlse, 0)
         grads |= _without(options, x, grads, excess)
         delta = delta + excess
+    own = _per_key_head(grads["dv"], 2, x["v"].shape[2], dtype=F32)
     above, columns = Above(None, None, None, None), []
     for (level, step), edge in zip(pairs, edges, strict=True):
         step, above = jax.lax.optimization_barrier((step, above))  # one level's gradients of carried keys at a time
         side = gpu_levels.key_side(state(level, step), delta)
         columns.append(side.get("columns"))
-        above = _keys_down(options, level, step, side, edge, above)
-    grads |= _key_gradients(options, x, keys, grads, above)
-    return _collect(options, x, grads, sides, columns, above.v, dlse)
+        above = _keys_down(options, level, step, side, edge, above, own if level is pairs[-1][0] else None)
+    grads |= _key_gradients(options, x, keys, grads, above) | {"dv": own if above.v is None else above.v}
+    return _collect(options, x, grads, sides, columns, dlse)
 
 
 def _without(options: PathOptions, x: Leaves, grads: dict[str, Array], excess: Array) -> dict[str, Array]:
@@ -104,15 +106,22 @@ def _queries_down(options: PathOptions, level: Level, step: Climb, dq: Array, ab
     if above is None:
         return dq
     rows = partial(move_backward_rows, transposed=False, packed=False, dtype=BF16, interpret=options.interpret)
-    return rows(above, step.left, level, plus=dq)
+    return rows(above, step.left, level, plus=(dq,))
 
 
 def _keys_down(
-    options: PathOptions, level: Level, step: Climb, side: dict[str, Array], edge: Array | None, above: Above
+    options: PathOptions,
+    level: Level,
+    step: Climb,
+    side: dict[str, Array],
+    edge: Array | None,
+    above: Above,
+    own: Array | None,
 ) -> Above:
-    """What a level hands down. side: results of `key_side`; edge: gradient of the queries at the parents' edges."""
+    """What a level hands down. side: results of `key_side`; edge: gradient of the queries at the parents' edges; own:
+    for the lowest level, the gradient of the values from inside the blocks."""
     assert step.k is not None
-    rows = partial(move_backward_rows, level=level, packed=True, dtype=BF16, interpret=options.interpret)
+    rows = partial(move_backward_rows, level=level, packed=True, interpret=options.interpret)
     kv_heads = step.p.shape[1]
     matrices = partial(move_backward_matrices, level=level, kv_heads=kv_heads, interpret=options.interpret)
     dkeys = side["keys"].astype(BF16)
@@ -122,39 +131,39 @@ def _keys_down(
         dright = matrices(step.k, above.k, transposed=True, packed=False)
         handed, joined = (dright, dleft, above.p.reshape(dleft[:, :, :, 0].shape)), (above.k, level.pairs)
     dp, most = runs_backward(step.p, step.runs, druns, handed, level, options.interpret)
-    dk = rows(dkeys, step.runs, joined=joined)
-    return Above(dk, dp, most, rows(side["v"], None, plus=above.v))
+    dk = rows(dkeys, step.runs, joined=joined, dtype=BF16)
+    values = tuple(dv for dv in (above.v, own) if dv is not None)
+    dv = rows(side["v"], None, plus=values, dtype=BF16 if own is None else step.q.dtype)
+    return Above(dk, dp, most, dv)
+
+
+def _per_key_head(g: Array, axis: int, kv_heads: int, dtype: Any = None) -> Array:
+    """The sum over the query heads, on `axis`, of each key head; dtype: of sums."""
+    heads = g.shape[axis]
+    if heads == kv_heads:
+        return g
+    return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1, dtype=dtype)
 
 
 def _key_gradients(
     options: PathOptions, x: Leaves, keys: Any, grads: dict[str, Array], above: Above
 ) -> dict[str, Array]:
-    heads, (batch, length, kv_heads, dim) = x["q"].shape[2], x["k"].shape
-
-    def per_key_head(g: Array, axis: int) -> Array:
-        if heads == kv_heads:
-            return g
-        return g.reshape(*g.shape[:axis], kv_heads, heads // kv_heads, *g.shape[axis + 1 :]).sum(axis + 1)
-
-    through: dict[str, Any] = {n: per_key_head(grads[n], 1) for n in ("dw", "du", "dz", "dk_half")}
-    through |= {"dk_in": per_key_head(grads["dk"], 2), "dk0": above.k, "dp": above.p, "dp_most": above.most}
+    batch, length, kv_heads, dim = x["k"].shape
+    through: dict[str, Any] = {n: _per_key_head(grads[n], 1, kv_heads) for n in ("dw", "du", "dz", "dk_half")}
+    through |= {"dk_in": _per_key_head(grads["dk"], 2, kv_heads)}
+    through |= {"dk0": above.k, "dp": above.p, "dp_most": above.most}
     if above.k is None:  # a row of one block
         through["dk0"] = jnp.zeros(x["k"].shape, BF16)
         through["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), F32)
         through["dp_most"] = through["dp"][..., :1, :]
-    found = block_keys_backward(x["k"], betas(x), keys, through, interpret=options.interpret)
-    return found | {"dv": per_key_head(grads["dv"], 2)}
+    return block_keys_backward(x["k"], betas(x), keys, through, interpret=options.interpret)
 
 
-def _collect(
-    options: PathOptions, x: Leaves, grads: dict[str, Array], sides: Any, columns: Any, dv: Any, dlse: Array
-) -> Leaves:
-    """The cotangent of x. sides, columns: of the levels' queries and keys; dv: of the values, from all levels, or
-    None."""
+def _collect(options: PathOptions, x: Leaves, grads: dict[str, Array], sides: Any, columns: Any, dlse: Array) -> Leaves:
+    """The cotangent of x. sides, columns: of the levels' queries and keys."""
     out: Leaves = dict.fromkeys(x)
     out |= {"q": grads["dq"], "k": grads["dk"], "w": grads["dw_sum"], "beta": heads_first(grads["dbeta"])}
-    own = grads["dv"].astype(jnp.float32)
-    out["v"] = (own if dv is None else own + dv.astype(jnp.float32)).astype(x["v"].dtype)
+    out["v"] = grads["dv"].astype(x["v"].dtype)
     if x["params"] is not None:
         pull = jax.vjp(lambda params: bias_inside(options, params, x["sharpness"]), x["params"])[1]
         (own,) = pull(grads["dbias"])

@@ -111,14 +111,14 @@ def move_backward_rows(
     packed: bool,
     dtype: Any,
     interpret: bool,
-    plus: Array | None = None,
+    plus: tuple[Array, ...] = (),
     joined: tuple[Array, int] | None = None,
 ) -> Array:
     """Gradient in x [B, parents · parent, H, D], of `dtype`, of rows x times the matrix of their child, y = x m.
 
     m [B, K, parents, n, D, D] float16, transposed on use if `transposed` (keys); None: the identity, so that packed
     rows are summed. packed: the matrices of the pairs, one result row per pair and row of its child c, dy
-    [B, parents · stored, H, D]; else those of the children, dy shaped like x. plus: is added, shaped as the result.
+    [B, parents · stored, H, D]; else those of the children, dy shaped like x. plus: are added, shaped as the result.
     joined (dy, skip): gradient of a second product of the same x that was not packed, by the matrices of the same m
     from number `skip` on.
     """
@@ -133,8 +133,7 @@ def move_backward_rows(
         group = heads // m.shape[1]
         whole = (None, None, parents, m.shape[3], dim, dim)
         operands["m"] = (m, pl.BlockSpec(whole, lambda b, h, i: (b, h // group, 0, 0, 0, 0)))
-    if plus is not None:
-        operands["plus"] = (plus, tokens)
+    operands |= {f"plus{n}": (x, tokens) for n, x in enumerate(plus)}
     if joined is not None:
         operands["joined"] = (joined[0], tokens)
 
@@ -153,7 +152,7 @@ def move_backward_rows(
             rows = pl.ds(((parent * count + n) * tiles + tile) * BLOCK, BLOCK)
             return total + times(given["dy"][rows, :], n)
 
-        total = jnp.zeros((BLOCK, dim), F32) if plus is None else given["plus"][...].astype(F32)
+        total = sum((given[f"plus{n}"][...].astype(F32) for n in range(len(plus))), jnp.zeros((BLOCK, dim), F32))
         if joined is not None:
             total += times(given["joined"][...], joined[1] + c)
         if packed:
