@@ -138,19 +138,18 @@ def launch(
 
     name: what profiles show. warps, stages: of a program; interpret: emulate it instead of compiling it.
     """
-    kernel = partial(body, (*arrays, *outputs))
-    kernel.__name__ = name  # type: ignore[attr-defined]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     params: Any = {}
     if not interpret:
         params["compiler_params"] = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     run = pl.pallas_call(
-        kernel,
+        partial(body, (*arrays, *outputs)),
         grid=grid,
         in_specs=[whole] * len(arrays),
         out_specs=[whole] * len(outputs),
         out_shape=list(outputs.values()),
         interpret=interpret,
+        name=name,
         **params,
     )
     return dict(zip(outputs, run(*arrays.values()), strict=True))

@@ -21,7 +21,7 @@ def short_conv(
     after the documents of a row but not inside one. Outputs at padding mean nothing.
     """
     if carry is None:
-        return _conv(x_BTC, kernel_WC, _documents(segment_ids, positions)), None
+        return _conv(x_BTC, kernel_WC, documents(segment_ids, positions)), None
     kept = kernel_WC.shape[0] - 1
     x = jnp.concatenate([carry["inputs"], x_BTC], axis=1)
     ids = jnp.concatenate([carry["segment_ids"], segment_ids], axis=1)
@@ -32,7 +32,7 @@ def short_conv(
         jnp.take_along_axis(ids, order, axis=1),
         jnp.take_along_axis(at, order, axis=1),
     )
-    y = _conv(x, kernel_WC, _documents(ids, at))
+    y = _conv(x, kernel_WC, documents(ids, at))
     back = jnp.argsort(order, axis=1)[:, kept:]
     state = {"inputs": x[:, -kept:], "segment_ids": ids[:, -kept:], "positions": at[:, -kept:]} if kept else carry
     return jnp.take_along_axis(y, back[:, :, None], axis=1), state
@@ -49,7 +49,7 @@ def empty_conv(width: int, channels: int, batch: int) -> dict[str, Array]:
     }
 
 
-def _documents(segment_ids: Array, positions: Array) -> Array:
+def documents(segment_ids: Array, positions: Array) -> Array:
     """A number per document of a row, [B, T] int32; -1 at padding."""
     starts = (segment_ids != _shift(segment_ids, 1, -1)) | (positions <= _shift(positions, 1, -1))
     return jnp.where(segment_ids < 0, -1, jnp.cumsum(starts, axis=1, dtype=jnp.int32))

@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from bampath.positions.conv import short_conv
+from bampath.positions.conv import documents, short_conv
 from bampath.positions.slots import Tokens
+from bampath.sharding.attention import SPECS
+from bampath.sharding.mesh import current
+from kernels.attention.mosaic_gpu import machine_lacks
 
 Array = jax.Array
 Options = tuple[bool, float]  # SiLU after the convolution, eps
@@ -20,6 +24,8 @@ def directions(w: Array, kernel: Array | None, tokens: Tokens, carry: Any, silu:
     x / √(Σ x² + eps): a unit vector, or 0 where x is 0. kernel: [width, Hkv, D], or None for w as it is. carry: as in
     `short_conv`; without one it is differentiable.
     """
+    if carry is None and kernel is not None and _fused(w, kernel):
+        return _on_every_device((silu, eps), w, kernel, documents(tokens.segment_ids, tokens.positions)), None
     if carry is None:
         return _units((silu, eps), w, kernel, tokens.segment_ids, tokens.positions), None
     mixed, carry = _mix(w, kernel, tokens.segment_ids, tokens.positions, carry)
@@ -43,6 +49,32 @@ def _activation(silu: bool, kernel: Array | None) -> Callable[[Array], Array]:
 def _over_norm(x: Array, eps: float) -> Array:
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
+
+# ---- Fused, on Hopper GPUs ----
+
+
+def _fused(w: Array, kernel: Array) -> bool:
+    """Does one kernel per pass serve this call? Where PaTH's own fused kernels run, and rows are whole on a device."""
+    mesh = current()
+    if machine_lacks() or (mesh is not None and mesh.shape["context"] > 1):
+        return False
+    from kernels.path import gpu_directions
+
+    return gpu_directions.refusal(w, kernel) is None
+
+
+def _on_every_device(options: Options, w: Array, kernel: Array, document: Array) -> Array:
+    """XLA cannot cut a fused kernel: each device of a mesh calls it on its own rows and heads."""
+    from kernels.path import gpu_directions
+
+    mesh, local = current(), partial(gpu_directions.units, gpu_directions.Options(*options))
+    if mesh is None:
+        return local(w, kernel, document)
+    specs = (SPECS["w"], P(None, "tensor"), SPECS["segment_ids"])
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPECS["w"], check_vma=False)(w, kernel, document)
+
+
+# ---- By XLA, everywhere ----
 
 # All of this is a few operations on arrays that take long to read. So each pass makes what it needs once more from w,
 # which is half as long in 16 bits, and hardly anything is kept for the backward pass. The barriers keep XLA from
