@@ -37,7 +37,7 @@ LOG2E = 1.4426950408889634
 @dataclass(frozen=True)
 class Cut:
     """How the work is cut: warps of a program, numbers of an array that a thread holds; and for the backward pass the
-    tokens of a stretch, at most, those that a turn of its loop takes, and how far ahead of them it loads."""
+    tokens of a stretch, at most (0: see `Walk.of`), those that a turn of its loop takes, and how far ahead it loads."""
 
     warps: int
     numbers: int
@@ -54,7 +54,9 @@ class Cut:
         return replace(self, numbers=min(self.numbers, 1 << max(0, (32 // width).bit_length() - 1)))
 
 
-FORWARD, BACKWARD = Cut(warps=4, numbers=16), Cut(warps=2, numbers=8, stretch=64, turn=2, ahead=2)
+FORWARD, BACKWARD = Cut(warps=4, numbers=16), Cut(warps=2, numbers=8, turn=2, ahead=2)
+SHORTEST, LONGEST = 32, 128  # tokens of a stretch: more than that are read twice, or leave too few programs
+AT_ONCE = 132 * 12  # warps that an H200 holds: 168 registers per thread allow 12 on each of its multiprocessors
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,24 @@ class Walk:
     rows: int
 
     @classmethod
-    def of(cls, cut: Cut, length: int, dim: int) -> "Walk":
-        tokens = pl.cdiv(length, pl.cdiv(length, cut.stretch))
-        tokens = cut.turn * pl.cdiv(tokens, cut.turn)
-        return cls(tokens, pl.cdiv(length, tokens), cut.rows(dim))
+    def of(cls, cut: Cut, shape: tuple[int, ...], width: int) -> "Walk":
+        """Stretches of which the last ones, too, fill the GPU: the fewest tokens that its warps take in turn."""
+        batch, length, heads, dim = shape
+
+        def walk(stretches: int) -> Walk:
+            tokens = cut.turn * pl.cdiv(pl.cdiv(length, stretches), cut.turn)
+            return cls(tokens, pl.cdiv(length, tokens), cut.rows(dim))
+
+        def in_turn(walk: Walk) -> int:
+            return pl.cdiv(heads * walk.programs(batch) * cut.warps, AT_ONCE) * (walk.tokens + width - 1)
+
+        shortest, longest = (cut.stretch, cut.stretch) if cut.stretch else (SHORTEST, LONGEST)
+        counts = range(pl.cdiv(length, longest), pl.cdiv(length, shortest) + 1)
+        return min(map(walk, counts), key=in_turn)
+
+    def programs(self, batch: int) -> int:
+        """Per head."""
+        return pl.cdiv(batch * self.stretches, self.rows)
 
 
 def refusal(w: Array, taps: Array | None) -> str | None:
@@ -124,14 +140,13 @@ def _forward(options: Options, w: Array, taps: Array, document: Array) -> Any:
 
 def _backward(options: Options, kept: Any, d: Array) -> Any:
     w, taps, document = kept
-    batch, length, heads, dim = w.shape
     cut = options.backward.fitting(taps.shape[0])
-    walk = Walk.of(cut, length, dim)
-    programs = pl.cdiv(batch * walk.stretches, walk.rows)
+    walk = Walk.of(cut, w.shape, taps.shape[0])
+    programs = walk.programs(w.shape[0])
     made = launch(
         partial(_backward_body, options, walk),
         "path_directions_backward",
-        (heads, programs),
+        (w.shape[2], programs),
         {"w": w, "taps": taps, "document": document, "d": d},
         {
             "dw": jax.ShapeDtypeStruct(w.shape, w.dtype),
