@@ -23,6 +23,7 @@ from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES, Cell
 from experiments.bam_h200.marks import marks
+from experiments.bam_h200.repeats import repeat_table
 from experiments.bam_h200.slim import with_curves
 from experiments.extrapolation.config import slug
 from experiments.tables import (
@@ -64,7 +65,7 @@ def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
     """
     found: dict[Part, dict[str, Any]] = {}
     order = {case: index for index, case in enumerate(SCHEMES)}
-    named = [({**row, "case": case}, data) for row in rows for case, data in [without_data(row["case"])]]
+    named = _named(rows)
     place = lambda one: (one[1] != "", order.get(one[0]["case"], len(order)), one[0]["case"])
     for row, data in sorted(named, key=place):
         part = found.setdefault((row["size"], row["mix"], data), {"study": {}, "rows": []})
@@ -72,6 +73,11 @@ def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
         if "train_length" in row:
             part["study"].setdefault("train_length", row["train_length"])
     return found
+
+
+def _named(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """Rows with their case and what that changes of the data apart."""
+    return [({**row, "case": case}, data) for row in rows for case, data in [without_data(row["case"])]]
 
 
 def without_data(case: str) -> tuple[str, str]:
@@ -190,11 +196,11 @@ def finder_table(part: dict[str, Any], least: float = 0.5) -> str:
 
 def speed_table(speed: dict[str, Any]) -> str:
     """Tokens per second, MFU and ratios of the train steps that speed.py measured, and why others failed."""
-    head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE"]
+    head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE", "date, commit"]
     body, failed = [], list[str]()
     for row in speed["rows"]:
         if "failed" in row:
-            body.append([row["shape"], f"{row['B']} × {row['T']:,}", f"`{row['case']}`", "failed", *[""] * 4])
+            body.append([row["shape"], f"{row['B']} × {row['T']:,}", f"`{row['case']}`", "failed", *[""] * 5])
             failed.append(f"- `{row['case']}` at {row['shape']} failed: {row['failed']}")
             continue
         ratio = lambda name, row=row: f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
@@ -202,6 +208,7 @@ def speed_table(speed: dict[str, Any]) -> str:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
         rate = f"{row['tokens_per_second']:,.0f}"
         cells = [f"{row['B']} × {row['T']:,}", f"`{row['case']}`", rate, mfu, memory, ratio("torch"), ratio("rope")]
+        cells.append(f"{row['date'][:10]}, {row['commit'][:7]}{row['commit'][40:]}" if "date" in row else "")
         body.append([row["shape"], *cells])
     return "\n\n".join([table(head, body), *(["\n".join(failed)] if failed else [])])
 
@@ -270,8 +277,10 @@ def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[
         f"Last rows of {env['date'][:10]}: {env['device']}, {env['platform']}, JAX {env['jax']}, "
         f"commit {env['commit']}.",
     ]
+    repeats = _named(results.get("repeats", []))
     for key, part in parts_of(results["rows"]).items():
-        parts += section(key, part, figures.get(key, []))
+        again = repeat_table([row for row, data in repeats if (row["size"], row["mix"], data) == key], part["rows"])
+        parts += section(key, part, figures.get(key, []), again)
     if speed is not None:
         parts += ["## Speed of the train step", speed_table(speed)]
     return "\n\n".join(parts) + "\n"
@@ -298,8 +307,8 @@ def budgets(runs: Sequence[Row]) -> str:
     return " or ".join(f"{steps:,} steps, {tokens:,} tokens" for steps, tokens in found)
 
 
-def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str]:
-    """One size, mix and recipe."""
+def section(key: Part, part: dict[str, Any], figures: Sequence[str], again: str) -> list[str]:
+    """One size, mix and recipe; again: table of what was trained twice."""
     runs = [row for row in part["rows"] if row["benchmark"] == "training"]
     shown = lambda name: [f"![{name}](figures/{f})" for f in figures if f == f"{stem(key)}-{name}.png"]
     absent = [case for case in SCHEMES if case not in {row["case"] for row in runs}]
@@ -313,6 +322,7 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str
         passkey_table(part),
         *far_note(part),
         seed_table(part),
+        *(["### Trained twice from the same seed: the last run counts", again] if again else []),
         *(line for suffix in GROUPS for line in shown(f"passkey{suffix}")),
         *shown("passkey-depth"),
         "### Digits found",
@@ -328,7 +338,7 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str]) -> list[str
         *shown("attention"),
         *(["### Heads that find it, and their priors", finder_table(part)] if finder_table(part) else []),
         "### Training",
-        "Most cells shared a GPU with others: their seconds and tokens/s say nothing about a scheme's speed.",
+        "Where cells shared a GPU with others, seconds and tokens/s say nothing about a scheme's speed (README).",
         time_table(part),
     ]
 

@@ -317,7 +317,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         "loss": runner.loss(),
         "where": runner.profile(),
     }
-    return {"row": row, "env": runner.environment()}
+    env = runner.environment()
+    return {"row": row | {name: env[name] for name in ("date", "commit") if name in env}, "env": env}
 
 
 def seconds(runner: Any, count: int) -> float:
