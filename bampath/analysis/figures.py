@@ -151,7 +151,7 @@ def prior_figure(rows: Iterable[Row], train_length: int, title: str = "Learned p
             panel.plot([1, keys], [1 / keys] * 2, color="#9A9A9A", lw=0.8, zorder=1)
             _training_line(panel, train_length, "training length" if panel is panels.flat[0] else None, at_top=False)
             panel.set(xscale="log", yscale="log", title=f"layer {layer}", ylim=(1e-3 / keys, 2))
-            panel.legend(fontsize=7.5, loc="upper right")
+            panel.legend(fontsize=min(7.5, 60 / len(own)), loc="upper right")
         for panel in panels.flat[len(layers) :]:
             panel.set_visible(False)
         for panel in panels[:, 0]:

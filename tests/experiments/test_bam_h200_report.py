@@ -8,6 +8,7 @@ import pytest
 
 from experiments import tables
 from experiments.bam_h200 import kept, marks, merge, report
+from experiments.bam_h200.repeats import repeat_table
 
 
 def _row(case: str, seed: int, length: int, share: float) -> dict[str, Any]:
@@ -167,6 +168,26 @@ def test_results_of_several_calls_become_one() -> None:
     assert made["runs"] == [{"date": "a"}, {"date": "b"}]
     with pytest.raises(ValueError, match=r"had \(steps, tokens\) \(99, 9\), others \(50, 9\)"):
         merge.merge([first, {"env": {}, "rows": [train("alibi", 0, 99)]}])
+
+
+def test_what_was_trained_twice_is_told_twice() -> None:
+    def run(seed: int, loss: float, *shares: float) -> list[dict[str, Any]]:
+        training = {**_row("rope", seed, 512, 1.0), "benchmark": "training", "steps": 50, "tokens": 9, "loss": loss}
+        keys = [_row("rope", seed, 512 << place, share) for place, share in enumerate(shares)]
+        return [{**training, "curve": [{"step": 1}]}, *keys]
+
+    files = [{"env": {}, "rows": rows} for rows in (run(0, 2.0, 0.5, 0.2), run(1, 3.0, 0.7), run(0, 2.125, 0.75))]
+    made = merge.merge(files)
+    assert [row["benchmark"] for row in made["repeats"]] == ["training", "passkey", "passkey"]
+    assert not any(name in row for row in made["repeats"] for name in ("curve", "depths"))
+    again = merge.merge([made, files[2]])  # the same run once more is no other run
+    assert again["repeats"] == made["repeats"]
+    assert [row["accuracy"] for row in again["rows"] if row["benchmark"] == "passkey"] == [0.75, 0.7]
+    assert repeat_table(made["repeats"], made["rows"]).splitlines()[2:] == [
+        "| `rope` | 0 | 2.000 | 0.50 | 0.20 |",
+        "| `rope` | 0 | 2.125 | 0.75 |  |",
+    ]
+    assert repeat_table([], made["rows"]) == ""
 
 
 def test_results_in_lines_are_the_same_results() -> None:
