@@ -116,7 +116,8 @@ class Attention(nn.Module):
     ) -> tuple[Array, LayerCache | None]:
         """Attend. With `cache`, the new tokens are appended at `view`'s slots and the updated cache comes back."""
         q, k, v = self._project(x_BTD)
-        seen = Tokens(x_BTD, tokens.positions, tokens.positions + 1, tokens.ids)
+        implementation = self.config.attention_impl
+        seen = Tokens(x_BTD, tokens.positions, tokens.positions + 1, tokens.ids, implementation=implementation)
         slots, carry = self.position(q, k, seen, None if cache is None else cache.carry)
         if cache is None or view is None:
             o_BTHK = attend_row(slots, v, tokens, self.config.attention_impl)

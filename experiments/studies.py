@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bampath.config import from_json, to_json
 from bampath.lock import RunLock
 
 
@@ -47,16 +48,27 @@ def calls_of(file: dict[str, Any], part: str, taken: Sequence[str]) -> list[dict
 def rows_of_cell(path: Path, identity: Any) -> list[dict[str, Any]] | None:
     """The rows of a cell that is done; None if it is not. ValueError if the file is damaged or has other options.
 
-    identity: everything that decides the rows, as plain values.
+    identity: everything that decides the rows, as plain values. An option of its "config" that the file does not know,
+    because there was none when it was written, had its default.
     """
     if not path.exists():
         return None
     found = read_kept(path)
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         raise ValueError(f"{path} is damaged (it has no rows): restore it, or delete it to have it made again")
-    if found.get("identity") != identity:
+    if _with_defaults(found.get("identity")) != _with_defaults(identity):
         raise ValueError(f"{path.parent} is a cell with other options; choose another --out")
     return list(found["rows"])
+
+
+def _with_defaults(identity: Any) -> Any:
+    if not isinstance(identity, dict) or not isinstance(identity.get("config"), dict):
+        return identity
+    try:
+        config = from_json(json.dumps(identity["config"]))
+    except (ValueError, TypeError):  # of another version, or no configuration
+        return identity
+    return {**identity, "config": json.loads(to_json(config))}
 
 
 def refuse_counts(options: argparse.Namespace, *names: str) -> None:

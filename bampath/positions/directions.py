@@ -24,7 +24,7 @@ def directions(w: Array, kernel: Array | None, tokens: Tokens, carry: Any, silu:
     x / √(Σ x² + eps): a unit vector, or 0 where x is 0. kernel: [width, Hkv, D], or None for w as it is. carry: as in
     `short_conv`; without one it is differentiable.
     """
-    if carry is None and kernel is not None and _fused(w, kernel):
+    if carry is None and kernel is not None and _fused(w, kernel, tokens.implementation):
         return _on_every_device((silu, eps), w, kernel, documents(tokens.segment_ids, tokens.positions)), None
     if carry is None:
         return _units((silu, eps), w, kernel, tokens.segment_ids, tokens.positions), None
@@ -53,10 +53,10 @@ def _over_norm(x: Array, eps: float) -> Array:
 # ---- Fused, on Hopper GPUs ----
 
 
-def _fused(w: Array, kernel: Array) -> bool:
-    """Does one kernel per pass serve this call? Where PaTH's own fused kernels run, and rows are whole on a device."""
-    mesh = current()
-    if machine_lacks() or (mesh is not None and mesh.shape["context"] > 1):
+def _fused(w: Array, kernel: Array, implementation: str | None) -> bool:
+    """Does one kernel per pass serve this call? Where PaTH's own fused kernels may run, and rows are whole."""
+    mesh, asked = current(), implementation in (None, "mosaic_gpu")
+    if not asked or machine_lacks() or (mesh is not None and mesh.shape["context"] > 1):
         return False
     from kernels.path import gpu_directions
 

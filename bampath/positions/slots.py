@@ -51,13 +51,15 @@ class Tokens:
 
     x [B, T, dim] normed input of the layer; positions [B, T] int32, restarting per document; counts [B, T] int32,
     number of keys visible to each query, itself included (a window may lower it further); segment_ids [B, T] int32, one
-    id per document, negative for padding; made: what `products` gives, by part name, where it has been made already."""
+    id per document, negative for padding; made: what `products` gives, by part name, where it has been made already;
+    implementation: of attention (`attention_impl`), if one is asked for by name."""
 
     x: Array
     positions: Array
     counts: Array
     segment_ids: Array
     made: dict[str, dict[str, Array]] = struct.field(default_factory=dict)
+    implementation: str | None = struct.field(pytree_node=False, default=None)
 
     def products(self, part: "Part", params: dict[str, Array]) -> dict[str, Array]:
         """x times the matrices of `part.narrow`, [B, T, n] float32 or wider: made before for all parts, or now."""

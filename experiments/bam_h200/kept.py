@@ -28,7 +28,10 @@ def write(path: Path, results: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """What `write` was given. ValueError that names the file if it is damaged."""
     results = read_kept(path)
-    return {**results, "rows": unpacked(results["rows"])}
+    try:
+        return {**results, "rows": unpacked(results["rows"])}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no results of this study ({type(error).__name__}: {error})") from None
 
 
 def in_lines(results: dict[str, Any]) -> str:

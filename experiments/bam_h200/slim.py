@@ -36,12 +36,16 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
 
 
 def curves(heads: Sequence[Row]) -> list[dict[str, Any]] | None:
-    """The curves that `Head.row` gives the heads of a layer; None if their parameters do not tell them."""
+    """The curves that `Head.row` gives the heads of a layer; None if their parameters do not tell them, or if their
+    case means nothing here: a study may have changed what its cells' names do not say, and schemes change."""
     count, layer = len(heads), heads[0]["layer"]
     if [row["head"] for row in heads] != list(range(count)):
         return None
     cell = Cell(**{name: heads[0][name] for name in CELL})
-    composition, model = parse(cell.scheme).at(layer), cell.config(Path("tokenizer.json"), "text").model
+    try:
+        composition, model = parse(cell.scheme).at(layer), cell.config(Path("tokenizer.json"), "text").model
+    except (ValueError, KeyError):
+        return None
     geometry = replace(geometry_of(model, layer), dim=1, heads=count, kv_heads=count)
     own: dict[str, dict[str, np.ndarray]] = {}
     for part, name in _decisive(composition, geometry):
@@ -84,7 +88,7 @@ def _slim(row: Row) -> Row:
         if name == "depths":
             value = [{fact: own for fact, own in sample.items() if fact != "key"} for sample in value]
         elif name == "row":
-            value = [weight if weight >= LEAST else 0.0 for weight in value]
+            value = [weight if weight is None or weight >= LEAST else 0.0 for weight in value]
         found[name] = value if name in EXACT else _rounded(value)
     return found
 

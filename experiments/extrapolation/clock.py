@@ -36,9 +36,15 @@ class Clock:
 
 
 def _kept(out: Path) -> list[float]:
-    """Of earlier calls; studies that were made before there was a seconds.json have their total in results.json."""
-    if (out / "seconds.json").exists():
-        return list(read_kept(out / "seconds.json")["calls"])
-    if (out / "results.json").exists():
-        return [read_kept(out / "results.json")["study"]["total_seconds"]]
+    """Of earlier calls; studies that were made before there was a seconds.json have their total in results.json.
+    ValueError that names the file if it says something else."""
+    for path, read in (
+        (out / "seconds.json", lambda kept: [float(seconds) for seconds in kept["calls"]]),
+        (out / "results.json", lambda kept: [float(kept["study"]["total_seconds"])]),
+    ):
+        if path.exists():
+            try:
+                return read(read_kept(path))
+            except (KeyError, TypeError):
+                raise ValueError(f"{path} does not say how long the study took: restore it, or delete it") from None
     return []

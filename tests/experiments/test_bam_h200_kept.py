@@ -61,6 +61,10 @@ def test_files_with_a_row_per_object_are_read_and_damaged_ones_named(tmp_path: P
     path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")
     with pytest.raises(ValueError, match=r"results\.json is damaged"):
         kept.read(path)
+    for text in ("[]", "null", "{}", '{"rows": null}', '{"rows": [5]}', '{"rows": [{"columns": {"a": [1], "b": []}}]}'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"results\.json holds no results of this study"):
+            kept.read(path)
 
 
 def _heads(case: str, keys: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -72,6 +76,14 @@ def _heads(case: str, keys: int, seed: int = 0) -> list[dict[str, Any]]:
     params = jax.tree.map(lambda leaf: random.normal(0.1, 0.3, leaf.shape).astype(np.float32), shapes)
     facts = {**FACTS, "case": case, "seed": seed, "size": "tiny"}
     return [head.row(**facts) for head in read_heads(config.model, params, keys)]
+
+
+@pytest.mark.parametrize("change", [{"case": "bam @ model.heads=5"}, {"case": "nosuch"}, {"size": "99b"}, {"mix": "?"}])
+def test_what_this_version_cannot_make_again_stays(change: dict[str, str]) -> None:
+    """A cell that was trained is kept, whatever its name says here."""
+    rows = [{**row, **change} for row in _heads("bam", 64)]
+    assert [row["curve"] for row in slim.slim(rows)] == [slim._rounded(row["curve"]) for row in rows]
+    assert slim.slim([{**FACTS, "benchmark": "attention", "row": [None, 0.5, 1e-9]}])[0]["row"] == [None, 0.5, 0.0]
 
 
 CASES = (

@@ -177,6 +177,13 @@ def test_seconds_of_calls_are_added(tmp_path, monkeypatch):
     (tmp_path / "results.json").write_text('{"study": {"total_seconds": 423.0}}', encoding="utf-8")
     assert call(9.0, measures=False) == 423.0
     assert call(2.0) == 425.0
+    wrong = {"seconds.json": ("[]", "{}", '{"calls": null}'), "results.json": ("{}", '{"study": {}}')}
+    for name, texts in wrong.items():
+        (tmp_path / "seconds.json").unlink(missing_ok=True)
+        for text in texts:
+            (tmp_path / name).write_text(text, encoding="utf-8")
+            with pytest.raises(ValueError, match=f"{name} does not say how long the study took"):
+                call(1.0)
 
 
 def test_an_unfinished_cell_continues_from_its_checkpoint(results, study, folder):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bampath.config import get, to_json
 from bampath.lock import InUseError
 from experiments.bam_h200 import run as bam
 from experiments.extrapolation import run as extrapolation
@@ -28,6 +29,16 @@ def test_a_cell_is_read_only_if_it_is_the_one_that_is_asked_for(tmp_path: Path) 
     assert rows_of_cell(path, {"a": 1}) == [{"loss": 2.0}]
     with pytest.raises(ValueError, match="other options; choose another --out"):
         rows_of_cell(path, {"a": 2})
+    config = json.loads(to_json(get("tiny")))
+    older = {**config, "optim": {name: value for name, value in config["optim"].items() if name != "muon_dtype"}}
+    path.write_text(json.dumps({"identity": {"config": older}, "rows": []}))  # before there was the option
+    assert rows_of_cell(path, {"config": config}) == []
+    for change in ("optim.lr=0.5", "optim.weight_decay=0.2"):
+        with pytest.raises(ValueError, match="other options"):
+            rows_of_cell(path, {"config": json.loads(to_json(get("tiny", change)))})
+    path.write_text(json.dumps({"identity": {"config": {**older, "gone": 1}}, "rows": []}))
+    with pytest.raises(ValueError, match="other options"):
+        rows_of_cell(path, {"config": config})
     for text in ("", '{"identity"', "[]", '{"identity": {"a": 1}}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"rows\.json is damaged \(.*delete it"):

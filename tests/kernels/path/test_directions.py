@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bampath.config import MeshConfig
+from bampath.config import MeshConfig, get
 from bampath.positions import Tokens
 from bampath.positions import directions as model
 from bampath.sharding.mesh import make_mesh, use
+from bampath.step import build_model
 from kernels.path import gpu_directions
 from kernels.path.gpu_directions import Cut, Options, units
 from tests.helpers import relative_rms, x64
@@ -144,6 +145,23 @@ def test_what_the_kernels_cannot_serve_is_left_to_xla() -> None:
         assert not fused(w, taps.astype(jnp.float64), tokens)
     with use(make_mesh(MeshConfig(context=2))):
         assert not fused(w, taps, tokens)
+    asked = {name: fused(w, taps, tokens.replace(implementation=name)) for name in ("mosaic_gpu", "xla", "reference")}
+    assert asked == {"mosaic_gpu": True, "xla": False, "reference": False}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_model_that_is_asked_for_xla_has_no_kernel_of_its_own() -> None:
+    def served(implementation: str) -> bool:
+        size = ("position=path", "model.layers=1", "model.heads=2", "model.dim=32", "model.mlp_dim=16")
+        lm = build_model(get("tiny", *size, f"model.attention_impl={implementation}"))
+        ids = jnp.ones((1, 8), jnp.int32)
+        return "path_directions" in str(jax.make_jaxpr(lambda: lm.init_with_output(jax.random.key(0), ids)[0])())
+
+    assert not served("xla")
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:  # "xla" as if it were not known: then the kernel would serve
+        patch.setattr(model, "_fused", lambda *arguments: True)
+        assert served("xla")
 
 
 @pytest.mark.usefixtures("hopper")
