@@ -33,7 +33,10 @@ class PositionalEncoding(nn.Module):
         window = self.composition.window
         if window is not None:  # a query sees no more keys than its window holds
             tokens = replace(tokens, counts=jnp.minimum(tokens.counts, window))
-        modules: dict[str, Any] = {part.NAME: self._module(part) for part in self.composition.layer_parts}
+        modules: dict[str, Any] = {}
+        for part in self.composition.layer_parts:
+            shared = (self.shared or {}).get(part.NAME) if part.shared else None
+            modules[part.NAME] = part.module(self.geometry, name=part.NAME) if shared is None else shared
         having = [part.NAME for part in self.composition.layer_parts if type(part).narrow is not Part.narrow]
         narrow = {name: modules[name].narrow() for name in having}
         tokens = replace(tokens, made=project_together(tokens.x, narrow))
@@ -43,10 +46,6 @@ class PositionalEncoding(nn.Module):
             if state is not None:
                 after[name] = state
         return slots, None if carry is None else after
-
-    def _module(self, part: Part) -> nn.Module:
-        shared = (self.shared or {}).get(part.NAME) if part.shared else None
-        return part.module(self.geometry, name=part.NAME) if shared is None else shared
 
 
 class InputEmbedding(nn.Module):
