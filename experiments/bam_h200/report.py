@@ -208,7 +208,8 @@ def speed_table(speed: dict[str, Any]) -> str:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
         rate = f"{row['tokens_per_second']:,.0f}"
         cells = [f"{row['B']} × {row['T']:,}", f"`{row['case']}`", rate, mfu, memory, ratio("torch"), ratio("rope")]
-        cells.append(f"{row['date'][:10]}, {row['commit'][:7]}{row['commit'][40:]}" if "date" in row else "")
+        commit = row.get("commit", "")
+        cells.append(", ".join(filter(None, [row.get("date", "")[:10], commit[:7] + commit[40:]])))
         body.append([row["shape"], *cells])
     return "\n\n".join([table(head, body), *(["\n".join(failed)] if failed else [])])
 

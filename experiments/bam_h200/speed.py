@@ -318,7 +318,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         "where": runner.profile(),
     }
     env = runner.environment()
-    return {"row": row | {name: env[name] for name in ("date", "commit") if name in env}, "env": env}
+    stamp = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | ({"commit": env["commit"]} if "commit" in env else {})
+    return {"row": row | stamp, "env": env}
 
 
 def seconds(runner: Any, count: int) -> float:
