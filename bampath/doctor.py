@@ -1,6 +1,7 @@
 """Is this machine fit? `python -m bampath.doctor` checks versions, devices, precision, and a tiny forward and backward
-pass of every kernel that can run here against the dense reference. On a CPU that would be a minute of compiling for
-kernels that nobody runs there, so only those that a CPU chooses are checked, in float32; --all checks everything.
+pass of every kernel that can run here against the dense reference; then the gradient of every parameter of small whole
+models. On a CPU that would be minutes of compiling for kernels that nobody runs there, so only those that a CPU chooses
+are checked, in float32, and no models; --all checks everything.
 
 Exit status: 0 all is well, 1 a check failed, 2 a wrong command line.
 """
@@ -8,7 +9,7 @@ Exit status: 0 all is well, 1 a check failed, 2 a wrong command line.
 import argparse
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ TESTED: dict[str, tuple[str, str]] = {
     "numpy": ("1.26", "3"),
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}  # relative RMS of any output or gradient; a broken one is far off
+MODELS = ("rope", "bam+ssmax", "fox", "path", "path+fox", "path+bam+ssmax")
+# What a whole model's gradient may be off by: NOISE times what the dense reference is in bfloat16, and TOLERANCE or, for
+# a parameter of fewer than FEW numbers, whose gradients are sums over all pairs of tokens that nearly cancel, FEW_OFF.
+NOISE, FEW, FEW_OFF = 2.0, 16, 0.2
 LENGTHS = (256, 640, 384, 512)  # 2, 5, 3 and 4 tiles: some JAX versions reuse the first grid (jax-ml/jax#40847)
 
 _REFUSAL = "cannot serve this call:"  # how both ops begin the reason of a backend
@@ -81,6 +86,7 @@ def checks(kernels: bool = True, everything: bool = False) -> Iterator[Check]:
             for case in op():
                 yield from (kernel_check(case, name) for name in case.backends if name != "reference")
         yield from grid_checks()
+        yield from map(model_check, MODELS)
     elif kernels:
         for case, chosen in ((next(attention_cases()), attention_api), (next(path_cases()), path_api)):
             yield from (kernel_check(case, name, ("float32",)) for name in chosen.PREFERENCE["cpu"])
@@ -204,6 +210,49 @@ def grid_checks() -> Iterator[Check]:
             found = [kernel_check(next(attention_cases(length)), backend) for length in LENGTHS]
             worst = next((check for check in found if check.status != "ok"), found[0])
             yield Check(f"grids of 2, 5, 3 and 4 tiles: {backend}", worst.status, worst.detail)
+
+
+def model_check(spec: str, dim: int = 128, length: int = 320) -> Check:
+    """The loss and every parameter's gradient of a whole model in bfloat16, with the kernels that this machine chooses.
+
+    They are compared with those of the dense reference in float32, and so are those of the reference in bfloat16: what
+    rounding of everything but attention does.
+    """
+    name = f"model: {spec}"
+    try:
+        with jax.default_matmul_precision("highest"):
+            exact = _model_gradients(spec, dim, length, "float32", "reference")
+        dense = _model_gradients(spec, dim, length, "bfloat16", "reference")
+        got = _model_gradients(spec, dim, length, "bfloat16", None)
+    except Exception as error:  # whatever a kernel raises on this machine is the finding
+        return Check(name, "FAILED", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    errors = {what: (relative_rms(got[what], exact[what]), relative_rms(dense[what], exact[what])) for what in exact}
+    for what, (kernels, rounding) in errors.items():
+        if not kernels < NOISE * rounding + (FEW_OFF if exact[what].size < FEW else TOLERANCE["bfloat16"]):
+            return Check(name, "FAILED", f"relative error {kernels:.2g} of {what}; the dense reference: {rounding:.2g}")
+    what = max(errors, key=lambda what: errors[what][0])
+    kernels, rounding = errors[what]
+    return Check(name, "ok", f"largest relative error {kernels:.1e} of {what}; the dense reference: {rounding:.1e}")
+
+
+def _model_gradients(spec: str, dim: int, length: int, dtype: Any, backend: str | None) -> dict[str, Any]:
+    """Loss and gradients by name: two layers, heads of 64 that share keys in pairs, packed documents, padding."""
+    from bampath.config import get
+    from bampath.step import build_model, declare, gradients
+
+    config = get("tiny", f"position={spec}", f"model.dim={dim}", "model.layers=2", f"model.heads={dim // 64}")
+    model = replace(config.model, kv_heads=dim // 128, dtype=dtype, attention_impl=backend)
+    config = replace(config, model=model, train=replace(config.train, accumulate=1))
+    lm, rng = build_model(config), np.random.default_rng(3)
+    leaves, tree = jax.tree.flatten(declare(lm).shapes)
+    params = jax.tree.unflatten(tree, [jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype) for x in leaves])
+    where = np.arange(length)
+    ids = jnp.asarray([np.where(where < length - 30, where // 140, -1), where // 200], jnp.int32)
+    tokens, targets = (jnp.asarray(rng.integers(0, model.vocab_size, (2, length)), jnp.int32) for _ in range(2))
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": ids, "weights": (ids >= 0).astype(jnp.float32)}
+    loss, grads = jax.jit(lambda p: gradients(config, lm, p, batch, jax.random.key(0)))(params)
+    named = {jax.tree_util.keystr(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
+    return {"loss": loss.total, **{f"gradient of {name}": g for name, g in named.items()}}
 
 
 def relative_rms(got: Any, want: Any) -> float:

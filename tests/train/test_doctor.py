@@ -71,6 +71,41 @@ def test_on_a_cpu_only_what_a_cpu_chooses_is_checked():
     assert all(check.status == "ok" and "bfloat16" not in check.detail for check in found)
 
 
+def test_a_whole_model_is_well_with_what_this_machine_chooses():
+    check = doctor.model_check("bam+ssmax", length=96)
+    assert check.status == "ok", check.detail
+
+
+@pytest.mark.parametrize(
+    ("parameter", "factor", "status"),
+    [
+        ("value", 1.1, "FAILED"),
+        ("value", float("nan"), "FAILED"),
+        ("theta_beta", 1.1, "ok"),
+        ("theta_beta", -1, "FAILED"),
+    ],
+)
+def test_a_model_whose_kernels_are_off_fails(monkeypatch, parameter, factor, status):
+    """A tenth off is beyond rounding, but not in a sum of two numbers that nearly cancels."""
+    grads = {
+        "loss": jnp.float32(3.0),
+        "gradient of value": jnp.arange(1.0, 65.0),
+        "gradient of theta_beta": jnp.ones(2),
+    }
+    name = f"gradient of {parameter}"
+    run = lambda spec, dim, length, dtype, backend: grads | ({} if backend else {name: factor * grads[name]})
+    monkeypatch.setattr(doctor, "_model_gradients", run)
+    check = doctor.model_check("bam")
+    assert (check.status, check.name) == (status, "model: bam")
+    assert status == "ok" or name in check.detail
+
+
+def test_models_whose_kernels_cannot_run_fail_with_the_reason(monkeypatch):
+    monkeypatch.setattr(doctor, "_model_gradients", lambda *_: refuse(None))
+    assert "needs a GPU" in doctor.model_check("rope").detail
+    assert doctor.model_check("rope").status == "FAILED"
+
+
 def test_versions_outside_the_tested_ones_warn_and_missing_packages_fail():
     assert doctor.version_check("jax", "0.10.2").status == "ok"
     assert doctor.version_check("jax", "0.12.0.1").status == "ok"
