@@ -47,10 +47,12 @@ GROUPS = {
     "": ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "path+fox(bias=5)", "path", "alibi", "rope"),
     "-more": ("bam+ssmax", "nope+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "rope+ssmax", "alibi+ssmax"),
     "-ablations": (
-        *("bam+ssmax", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)", "bam+ssmax @ clamped"),
-        *("bam(init=laplace)+ssmax", "bam"),
+        *("bam+ssmax", "bam+ssmax(init=0.2)", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)"),
+        *("bam+ssmax @ clamped", "bam(init=laplace)+ssmax", "bam", "bam+ssmax @ model.heads=16"),
     ),
+    "-path": ("path+bam+ssmax", "path+ssmax", "path+bam", "path+fox(bias=5)", "path"),
 }
+WITHOUT_PERPLEXITY = ("-ablations", "-path")  # their lines lie on each other
 BY_DEPTH = ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "alibi", "rope")  # the cases of the figure by depth
 # The cases whose learned priors are drawn: the tables have all of them.
 DRAWN_PRIORS = ("bam", "bam+ssmax", "path+bam+ssmax")
@@ -240,7 +242,7 @@ def figures_of(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         drawn |= cases
         if keys and found:
             yield f"passkey{suffix}", passkey_figure(keys, trained)
-        if losses and suffix != "-ablations":  # their lines lie on each other
+        if losses and suffix not in WITHOUT_PERPLEXITY:
             yield f"perplexity{suffix}", perplexity_figure(_half_octaves(losses, trained), trained)
     if found:
         yield "passkey-depth", heatmap_figure(_of_group(near, BY_DEPTH) or near, trained)
@@ -323,7 +325,7 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str], again: str)
         passkey_table(part),
         *far_note(part),
         seed_table(part),
-        *(["### Trained twice from the same seed: the last run counts", again] if again else []),
+        *(["### Trained twice from the same seed: the last line of a cell counts", again] if again else []),
         *(line for suffix in GROUPS for line in shown(f"passkey{suffix}")),
         *shown("passkey-depth"),
         "### Digits found",
