@@ -37,7 +37,7 @@ TESTED: dict[str, tuple[str, str]] = {
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}  # relative RMS of any output or gradient; a broken one is far off
 MODELS = ("rope", "bam+ssmax", "fox", "path", "path+fox", "path+bam+ssmax")
 # What a whole model's gradient may be off by: NOISE times what the dense reference is in bfloat16, and TOLERANCE, or
-# FEW_OFF for a parameter of fewer than FEW numbers, whose gradients are sums over all pairs of tokens that nearly cancel.
+# FEW_OFF for a parameter of fewer than FEW numbers: its gradient is a sum over all pairs of tokens that nearly cancels.
 NOISE, FEW, FEW_OFF = 2.0, 16, 0.2
 LENGTHS = (256, 640, 384, 512)  # 2, 5, 3 and 4 tiles: some JAX versions reuse the first grid (jax-ml/jax#40847)
 
