@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TextIO, cast
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT  # exit statuses
 
@@ -41,9 +41,42 @@ def end_with_status(main: Callable[[], int]) -> NoReturn:
 
 
 def print_anywhere() -> None:
-    """Print what the output's encoding lacks (× and – in ASCII) as an escape, instead of ending the command for it."""
+    """Print what the output's encoding lacks (× and – in ASCII) as an escape, and go on when nobody reads any more,
+    instead of ending the command for it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = heedless(sys.stdout)
+
+
+def heedless(stream: TextIO) -> TextIO:
+    """The stream, where what is written after its reader has gone (`| head`) goes nowhere instead of raising."""
+    return stream if isinstance(stream, _Heedless) else cast(TextIO, _Heedless(stream))
+
+
+class _Heedless:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._leave()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._leave()
+
+    def _leave(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 class Stop:

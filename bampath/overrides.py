@@ -58,6 +58,10 @@ def split_overrides(overrides: Sequence[str], aliases: Mapping[str, str]) -> lis
     """(full key, text) of each `key=text`. ValueError for an entry without `=` and for a key that is set twice."""
     pairs: dict[str, str] = {}
     for entry in overrides:
+        if not isinstance(entry, str):
+            raise TypeError(
+                f"override {entry!r} is no string such as 'train.steps=100'; give several one after the other"
+            )
         key, equals, text = entry.partition("=")
         if not equals:
             raise ValueError(f"override {entry!r} has no '='; write it as key=value, for example train.steps=100")

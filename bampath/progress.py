@@ -1,6 +1,5 @@
 """What a person watches: a bar in a terminal, plain lines everywhere else; tokens per second, MFU, loss, time left."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,13 +65,7 @@ class Progress:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        """A line, for whoever reads: when nobody does any more (`| head`), the run goes on, as its numbers are kept."""
-        try:
-            print(text, file=self._out, flush=True)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._out.fileno())
-            os.close(nowhere)
+        print(text, file=self._out, flush=True)
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:

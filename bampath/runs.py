@@ -80,7 +80,9 @@ def _refuse_read_only(run_dir: Path) -> None:
 
 
 def _not_empty(run_dir: Path) -> FileExistsError:
-    return FileExistsError(f"{run_dir} is not empty; continue that run with --resume, or choose another --run-dir")
+    return FileExistsError(
+        f"{run_dir} is not empty; continue that run with --resume (in Python resume=True), or choose another --run-dir"
+    )
 
 
 def saved_config(run_dir: Path) -> Config | None:
@@ -92,11 +94,15 @@ def saved_config(run_dir: Path) -> Config | None:
 def claim(run_dir: Path, lock: RunLock, resume: bool) -> None:
     """Make the folder of a run and lock it, if it is not locked yet.
 
-    InUseError if another process writes there, FileExistsError if one has done so since the folder was looked at.
+    InUseError if another process writes there, FileExistsError if one has done so since the folder was looked at,
+    OSError if it cannot be made.
     """
     if lock.held:
         return
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{run_dir} cannot be made ({error.strerror}): choose another --run-dir") from None
     lock.take()
     if not resume and any(path.name != lock_name for path in run_dir.iterdir()):
         raise _not_empty(run_dir)
@@ -172,6 +178,11 @@ def _refuse_changes(
                     f"{key}={now[key]}, but the run started with {before[key]}: its parameters and random keys come "
                     "from its checkpoint, so this would change nothing"
                 )
+        if before["optim.name"] != now["optim.name"]:
+            raise ValueError(
+                f"optim.name={now['optim.name']}, but the run started with {before['optim.name']}, and no optimiser "
+                "goes on from another's state; begin a new run with these weights: --init-from"
+            )
         if config.train.steps < start.step:
             raise ValueError(f"train.steps={config.train.steps}, but the run has done {start.step} steps already")
     if fixed:

@@ -21,8 +21,9 @@ from flax import linen as nn
 
 from bampath import distributed, runs, sharding, startup
 from bampath.checkpoint import Saver, problem
+from bampath.command import heedless
 from bampath.config import Config
-from bampath.data import Loader, load_corpus, make_loader, validation_batches
+from bampath.data import Loader, load_corpus, make_loader, tokenizer_of, validation_batches
 from bampath.data.loader import identity
 from bampath.diagnose import explain
 from bampath.flops import peak_flops, train_flops_per_token
@@ -101,8 +102,10 @@ def fit(
     DisagreementError if the processes of a run were started differently; SaveError if a file cannot be written;
     LostError if another process of the run is gone: then end with `bampath.distributed.leave`.
     """
+    if not isinstance(config, Config):
+        raise TypeError(f"config={config!r} is no Config; bampath.config.get('tiny', 'train.steps=100') makes one")
     distributed.check_joined()
-    run_dir, out = Path(run_dir).absolute(), out or sys.stdout
+    run_dir, out = Path(run_dir).absolute(), heedless(out or sys.stdout)
     model, rows = build_model(config), sharding.local_rows(sharding.mesh_of(config), config.data.batch_size)
     declared = declare(model)
     with ExitStack() as stack, distributed.losses_in_words():
@@ -114,12 +117,12 @@ def fit(
         found = runs.open_run(config, run_dir, declared, resume, say=lambda text: print(text, file=out))
         if profile is not None:
             profile.check(found.step, config.train.steps)
-        loader = stack.enter_context(make_loader(config.data, rows=rows))
-        tokenizer = loader.source.tokenizer
+        tokenizer = tokenizer_of(config.data)
+        startup.check_vocabulary(config, tokenizer)  # before the text is made into tokens
+        loader = stack.enter_context(make_loader(config.data, rows=rows, tokenizer=tokenizer))
         warm = warm_plan(config, declared.shapes, tokenizer) if config.train.init_from and not found.path else None
         facts = {"the configuration": to_dict(config), "the text": identity(loader.source)}
         distributed.agree(facts | {"where to begin": str(warm.path) if warm else found.step})
-        startup.check_vocabulary(config, tokenizer)
         print(startup.banner(config, declared, tokenizer), file=out, flush=True)
         if warm:
             print(warm, file=out, flush=True)
@@ -214,7 +217,7 @@ class _Run:
             if evaluate:
                 self.run_evaluation(done, state)
             if stop and done < train.steps:
-                self.progress.say(f"stopped after step {done}; continue with --resume")
+                self.progress.say(f"stopped after step {done}; continue with --resume (in Python resume=True)")
                 return Result(done, state.params, self.last["train"], self.last["eval"], stopped=True)
         return Result(done, state.params, self.last["train"], self.last["eval"])
 
@@ -255,7 +258,7 @@ class _Run:
     def run_evaluation(self, done: int, state: TrainState) -> None:
         assert self.evaluate is not None
         with self.speed.paused():
-            values = dict(self.evaluate(Snapshot(done, self.config, self.model, state.params)))
+            values = _numbers(self.evaluate(Snapshot(done, self.config, self.model, state.params)))
         self.last["eval"] = values
         self.writer.write("eval", done, values)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -275,3 +278,11 @@ class _Run:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    """What an `evaluate` gave. TypeError if it is no dict of numbers."""
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(f"evaluate gave {values!r}; it must be a dict of numbers, such as {{'loss': 2.5}}") from None

@@ -74,6 +74,8 @@ def _nothing_found(pattern: str, path: Path, suffixes: tuple[str, ...], kind: st
         return f"{which}{pattern} is no file, folder or glob"
     near = difflib.get_close_matches(pattern, ["sotu", "fineweb:", "fineweb-edu:", "shards:", "tfds:"], n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
+    if not near and not path.is_absolute():
+        hint = f" in {Path.cwd()}, where this was started (another place: data.source=…, or --source of an evaluation)"
     named = "named sources are sotu, fineweb:PATH, fineweb-edu:PATH, shards:FOLDER, tfds:NAME"
     return f"source={pattern!r} is no file, folder or glob{hint}; {named}"
 

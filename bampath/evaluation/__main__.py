@@ -15,7 +15,7 @@ from bampath.evaluation.suites import suite
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    first = argparse.ArgumentParser(add_help=False)
+    first = argparse.ArgumentParser(prog="python -m bampath.evaluation", add_help=False)
     first.add_argument("--suite", choices=("long", "short", "state"))
     chosen = first.parse_known_args(argv)[0].suite
     benchmarks = suite(chosen) if chosen else []

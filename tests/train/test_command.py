@@ -54,7 +54,10 @@ def test_refusals_are_one_line_and_status_2(arguments, message, capsys):
 def test_a_used_folder_is_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert train.main(["--config", "tiny", *SMALL, "--run-dir", str(tmp_path)]) == 2
-    assert "is not empty; continue that run with --resume, or choose another --run-dir" in capsys.readouterr().err
+    assert (
+        "is not empty; continue that run with --resume (in Python resume=True), or choose another --run-dir"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

@@ -124,3 +124,34 @@ def test_commands_refuse_with_status_2(module, arguments, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("end", ["fail_gracefully(main, [])", "end_with_status(lambda: main([]))"])
+def test_a_command_goes_on_when_nobody_reads_any_more(end, tmp_path):
+    """What it is for is done, and its status says so, wherever the reader goes: `| head -1`."""
+    code = f"""
+from pathlib import Path
+from bampath.command import end_with_status, fail_gracefully
+def main(argv):
+    for line in range(100_000):
+        print(line, flush=line % 1000 == 0)
+    Path({str(tmp_path / "done")!r}).touch()
+    return 0
+{end}
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 0)
+    assert (tmp_path / "done").exists()
+
+
+def test_what_is_printed_last_may_find_nobody(tmp_path):
+    """The pipe breaks when Python ends and writes what it still holds."""
+    code = (
+        "import time; from bampath.command import fail_gracefully as f\nf(lambda _: [print('x'), time.sleep(0.5)], [])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)

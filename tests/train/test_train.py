@@ -3,12 +3,13 @@
 import gzip
 import io
 import json
+import os
 
 import jax
 import numpy as np
 import pytest
 
-from bampath import checkpoint, config
+from bampath import checkpoint, config, train
 from bampath.checkpoint import CheckpointError
 from bampath.metrics import read
 from bampath.profiling import Window
@@ -105,6 +106,7 @@ def test_resuming_as_another_model_is_refused_with_names(run):
     for override, message in (
         ("train.seed=7", "train.seed=7, but the run started with"),
         ("train.steps=2", "has done 6"),
+        ("optim.name=radam", "optim.name=radam, but the run started with adamw"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(config.override(cfg, override), home / "run", resume=True, out=io.StringIO())
@@ -178,3 +180,47 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(run):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         fit(config.override(cfg, "data.source=nowhere"), home / "vocabulary", out=io.StringIO())
     assert not (home / "vocabulary").exists()
+
+
+def test_a_tokenizer_of_too_many_words_is_refused_before_the_text_is_read(run, tmp_path, monkeypatch):
+    _, cfg, *_ = run
+    monkeypatch.setattr(train, "make_loader", lambda *_, **__: pytest.fail("the text was read"))
+    with pytest.raises(ValueError, match=r"has 259 ids, but model\.vocab_size=258"):
+        fit(config.override(cfg, "model.vocab_size=258"), tmp_path / "run", out=io.StringIO())
+
+
+def test_mistakes_from_python_are_named(run, tmp_path):
+    _, cfg, *_ = run
+    with pytest.raises(TypeError, match=r"config='tiny' is no Config; bampath\.config\.get"):
+        fit("tiny", tmp_path / "run")
+    with pytest.raises(TypeError, match=r"override \['position=rope'\] is no string such as 'train.steps=100'"):
+        config.get("tiny", ["position=rope"])
+    for given in (3, {"a": "b"}, None):
+        with pytest.raises(TypeError, match=r"evaluate gave .*; it must be a dict of numbers"):
+            fit(cfg, tmp_path / f"run {given}", evaluate=lambda now, given=given: given, out=io.StringIO())
+
+
+def test_a_folder_that_cannot_be_made_is_named(run, monkeypatch, tmp_path):
+    _, cfg, *_ = run
+    made = type(tmp_path).mkdir
+
+    def mkdir(self, *args, **options):
+        if self.name == "refused":
+            raise FileNotFoundError(2, "No such file or directory")
+        made(self, *args, **options)
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", mkdir)
+    with pytest.raises(
+        OSError, match=r"refused cannot be made \(No such file or directory\): choose another --run-dir"
+    ):
+        fit(cfg, tmp_path / "refused", out=io.StringIO())
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(run, tmp_path):
+    """From its first line on: the banner is printed before the folder is made."""
+    _, cfg, result, _ = run
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as out:
+        again = fit(cfg, tmp_path / "run", out=out)
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from bampath import checkpoint, runs, sharding
 from bampath.checkpoint import Saver
+from bampath.command import heedless
 from bampath.convert.distill.options import Stage
 from bampath.convert.distill.step import Teacher, Told, make_step, values_of
 from bampath.data import Loader, make_loader
@@ -54,7 +55,7 @@ def run_stage(
             loader,
             stack.enter_context(Saver(folder, config.train.keep, config.train.keep_every)),
             stack.enter_context(Writer(folder, found.step, config.train.tensorboard)),
-            stack.enter_context(Progress(config.train.steps, log or sys.stdout)),
+            stack.enter_context(Progress(config.train.steps, heedless(log or sys.stdout))),
             _speed(stage, declared),
             time.monotonic() - found.elapsed,
         )
