@@ -42,19 +42,31 @@ def _running(high: Array, low: Array, started: Array) -> Pair:
     XLA's CPU compiler would do the last stage of the chunks over again for every pair of tokens, inside the logits, and
     takes barriers out; what leaves a loop is written down.
     """
-    return lax.platform_dependent(high, low, started, cpu=_by_doubling, default=_by_chunks)
+    return lax.platform_dependent(high, low, started, cpu=_by_places, default=_by_chunks)
 
 
-def _by_doubling(high: Array, low: Array, started: Array) -> Pair:
-    """A loop over doubling strides, each a pass over the whole row."""
+def _by_places(high: Array, low: Array, started: Array) -> Pair:
+    """Chunks of RADIX by loops over the places in them: first what each chunk adds up to, then, with the sums of those
+    done the same way, every place from the one before it. Two additions a token at any length."""
     length = high.shape[1]
-    index = jnp.arange(length)[None, :, None]
+    size = max(min(RADIX, length), 1)
+    chunks = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), (0, 0))).reshape(x.shape[0], -1, size, x.shape[2])
+    high, low, started = chunks(high), chunks(low), chunks(started)
+    at = lambda i, *arrays: tuple(lax.dynamic_index_in_dim(x, i, 2, keepdims=False) for x in arrays)
+    first, before = 1, at(0, high, low)
+    if length > size:
+        add = lambda i, sums: _after(sums, at(i, high, low, started))
+        ends = lax.fori_loop(1, size, add, at(0, high, low, started))
+        first, before = 0, tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))) for x in _by_places(*ends))
 
-    def body(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        before = [jnp.where(index >= 1 << i, jnp.roll(x, 1 << i, axis=1), jnp.zeros((), x.dtype)) for x in state]
-        return _after(before, state)
+    def body(i: Array, state: tuple[Pair, Pair]) -> tuple[Pair, Pair]:
+        before, sums = state
+        own = _after([*before, jnp.zeros((), bool)], at(i, *sums, started))[:2]
+        write = lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 2)  # over the gate itself, read just now
+        return own, (write(sums[0], own[0]), write(sums[1], own[1]))
 
-    high, low, _ = lax.fori_loop(0, (length - 1).bit_length(), body, (high, low, started))
+    _, sums = lax.fori_loop(first, size, body, (before, (high, low)))
+    high, low = (x.reshape(x.shape[0], -1, x.shape[3])[:, :length] for x in sums)
     return high, low
 
 

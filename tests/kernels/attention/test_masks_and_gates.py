@@ -11,7 +11,7 @@ import pytest
 from kernels.attention import gates as gate_sums
 from kernels.attention import masks
 from kernels.attention.api import attention
-from kernels.attention.gates import extended_sums, running_sums, starts_of
+from kernels.attention.gates import document_sums, extended_sums, running_sums, starts_of
 from tests.helpers import x64
 
 
@@ -68,28 +68,63 @@ def test_differences_of_gate_sums_do_not_lose_resolution_with_length() -> None:
         assert np.abs(difference(plain) - want).max() > 1e-3  # what a single float32 sum would have done
 
 
-@pytest.mark.parametrize("form", [gate_sums._by_doubling, gate_sums._by_chunks])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 255, 257, 4100])
+@pytest.mark.parametrize("form", [gate_sums._by_places, gate_sums._by_chunks])
+@pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 255, 257, 4100])
 def test_both_forms_of_gate_sums_are_those_of_float64(form: Any, length: int) -> None:
     rng = np.random.default_rng(length)
     high = -np.exp(3 * rng.normal(size=(2, length, 3))).astype(np.float32)
     low = (high * rng.uniform(-(2.0**-25), 2.0**-25, high.shape)).astype(np.float32)
-    starts = rng.uniform(size=(2, length, 1)) < 10 / length
+    starts = rng.uniform(size=(2, length, 1)) * length < 10
     total = np.zeros((2, 3))
     want = np.empty(high.shape)
     for i in range(length):
         total = np.where(starts[:, i], 0, total) + high[:, i].astype(np.float64) + low[:, i]
         want[:, i] = total
     got = jax.jit(form)(*map(jnp.asarray, (high, low, starts)))
-    assert np.abs(np.asarray(got[1]) / np.asarray(got[0])).max() <= 2.0**-24  # lo is what hi rounds off
+    assert np.abs(np.asarray(got[1]) / np.asarray(got[0])).max(initial=0) <= 2.0**-24  # lo is what hi rounds off
     np.testing.assert_allclose(np.asarray(got[0], np.float64) + np.asarray(got[1]), want, rtol=3e-14)
+
+
+@pytest.mark.parametrize("form", [gate_sums._by_places, gate_sums._by_chunks])
+@pytest.mark.parametrize("length", [1, 16, 17, 250, 257, 4099])  # one chunk, one level of them, two, three
+@pytest.mark.parametrize("shut", [False, True])
+def test_sums_of_documents_and_their_gradients_are_those_of_float64(
+    form: Any, length: int, shut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_sums, "_running", form)
+    rng = np.random.default_rng(length)
+    ids = np.sort(rng.integers(0, 4, (2, length)), axis=1)
+    ids[:, length - length // 5 :] = -1  # packed documents, then padding
+    gates = -np.exp(2 * rng.normal(size=(2, length, 3))).astype(np.float32)
+    if shut:
+        closed = rng.random(gates.shape) < 0.1
+        gates = np.where(closed, -(10.0 ** rng.uniform(3, 38, gates.shape)), gates).astype(np.float32)
+        gates[rng.random(gates.shape) < 0.02] = -np.inf
+    do = rng.normal(size=gates.shape).astype(np.float32)
+    (high, low), back = jax.vjp(jax.jit(lambda x: document_sums(x, jnp.asarray(ids))), jnp.asarray(gates))
+    got, grad = np.asarray(high, np.float64) + np.asarray(low), back((jnp.asarray(do), jnp.zeros_like(high)))[0]
+
+    real = (ids >= 0)[:, :, None]
+    starts = np.asarray(starts_of(jnp.asarray(ids)))
+    used = np.where(real, np.maximum(gates.astype(np.float64), gate_sums.SHUT), 0)
+    want, want_grad, size = np.empty(got.shape), np.zeros(got.shape), np.zeros(got.shape)
+    for b in range(2):
+        for begin, end in itertools.pairwise([*np.flatnonzero(starts[b]), length]):
+            want[b, begin:end] = np.cumsum(used[b, begin:end], axis=0)
+            later = lambda x, part=slice(begin, end), b=b: np.cumsum(x[b, part].astype(np.float64)[::-1], axis=0)[::-1]
+            want_grad[b, begin:end], size[b, begin:end] = later(do), later(np.abs(do))
+    open_ = real & ~starts[:, :, None] & (gates >= gate_sums.SHUT)
+    np.testing.assert_allclose(got, want, rtol=3e-14)
+    assert (np.abs(np.where(open_, grad - want_grad, grad)) <= 2.0**-23 * size).all()
+    assert not np.asarray(grad)[~np.broadcast_to(open_, grad.shape)].any()
 
 
 def test_gate_sums_are_written_down_on_a_cpu_and_have_no_loop_elsewhere() -> None:
     """A loop's result cannot be made over again inside what reads it; on a GPU each turn would be a kernel."""
     traced = jax.jit(jax.grad(lambda x: jnp.square(running_sums(x)[0]).sum())).trace(jnp.zeros((2, 300, 3)))
     text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
-    assert {name: text[name].count("stablehlo.while") for name in text} == {"cpu": 2, "cuda": 0, "tpu": 0}
+    # Each way: two loops over tokens, two over chunks of them, one over the two chunks of those.
+    assert {name: text[name].count("stablehlo.while") for name in text} == {"cpu": 10, "cuda": 0, "tpu": 0}
     if jax.default_backend() == "cpu":
         compiled = jax.jit(lambda x: running_sums(x)[0]).lower(jnp.zeros((2, 300, 3))).compile()
         assert " while(" in compiled.as_text()
