@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from bampath.positions import parse
 from bampath.sharding import mesh_of, replicated, use
 from bampath.sharding.attention import SPECS, attend
 from experiments.multi_gpu.cells import Cell
@@ -29,12 +30,16 @@ def arrays_of(scheme: str, length: int, heads: int, dim: int, dtype: Any) -> dic
     key = lambda n: jax.random.fold_in(jax.random.key(0), n)
     normal = lambda n, *shape: jax.random.normal(key(n), (1, length, heads, *shape), jnp.float32)
     x: dict[str, Any] = {name: normal(n, dim).astype(dtype) for n, name in enumerate("qkv")}
-    if scheme == "bam+ssmax":
-        params = {"alpha": jnp.full(heads, -3.0), "beta": jnp.full(heads, 0.5)}
-        x |= {"prior": DistancePrior(params, ggd), "sharpness": 1 + jax.random.uniform(key(3), (1, length, heads))}
-    if scheme == "path+fox":
+    composition = parse(scheme).single
+    names = {part.NAME for part in composition.parts}
+    if "bam" in names:
+        x["prior"] = DistancePrior({"alpha": jnp.full(heads, -3.0), "beta": jnp.full(heads, 0.5)}, ggd)
+    if "ssmax" in names:
+        x["sharpness"] = 1 + jax.random.uniform(key(3), (1, length, heads))
+    if composition.carries_keys:
         w = normal(4, dim)
         x |= {"w": w / jnp.linalg.norm(w, axis=-1, keepdims=True), "beta": 2 * jax.nn.sigmoid(normal(5))}
+    if composition.has_gates:
         x |= {"log_gates": jax.nn.log_sigmoid(normal(6) + 12.0)}  # nothing is forgotten: no tile can be left out
     return x
 
@@ -55,7 +60,7 @@ class Runner:
         make = lambda: arrays_of(cell.scheme, *shape, dtype)
         x = {n: jax.tree.map(partial(self._placed, n), leaf) for n, leaf in jax.eval_shape(make).items()}
         options: dict[str, Any] = {"sharpen_prior": True, "implementation": config.model.attention_impl}
-        options |= {"scale_gates": False} if cell.scheme == "path+fox" else {"window": None}
+        options |= {"scale_gates": False} if cell.carries_keys else {"window": None}
 
         def forward(x: dict[str, Any]) -> Array:
             with use(self.mesh):

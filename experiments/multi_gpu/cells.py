@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from bampath.config import Config, get
+from bampath.positions import parse
 
 What = Literal["losses", "trainer", "attention", "train"]
 Strategy = Literal["fsdp", "tensor", "context"]
@@ -76,6 +77,11 @@ class Cell:
         return 4.0 if self.what == "train" and SHAPES[self.shape].length > 65536 else 1.0
 
     @property
+    def carries_keys(self) -> bool:
+        """Has a layer of its scheme keys that change on the way (PaTH)."""
+        return any(layer.carries_keys for layer in parse(self.scheme).layers)
+
+    @property
     def rows(self) -> int:
         """Rows of a batch over all GPUs."""
         rows = SHAPES[self.shape].rows
@@ -91,7 +97,7 @@ class Cell:
         shape = SHAPES[self.shape]
         own = [] if self.gpus == 1 else [f"mesh.{self.strategy}={self.gpus}"]
         own += ["model.attention_impl=pallas_triton"] if self.variant == "portable kernels" else []
-        own += FUSED_PATH if self.scheme.startswith("path") else []
+        own += FUSED_PATH if self.carries_keys else []
         return get(
             shape.base,
             f"model.heads={shape.heads}",

@@ -46,7 +46,7 @@ def losses(cell: Cell, rows: int = 4, length: int = 1024) -> dict[str, Any]:
 
     PaTH in bfloat16 only, which its fused kernels serve.
     """
-    fused = cell.scheme.startswith("path") and jax.default_backend() == "gpu"
+    fused = cell.carries_keys and jax.default_backend() == "gpu"
     dtypes = ("bfloat16",) if fused else tuple(TOLERANCE)
     sizes = (f"data.batch_size={rows}", f"data.sequence_length={length}", *(FUSED_PATH if fused else ()))
     spread = {"one": (), **meshes(cell.gpus)}

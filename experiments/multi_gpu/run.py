@@ -134,7 +134,7 @@ def start(cell: Cell, gpus: tuple[int, ...], folder: Path, platform: str) -> Job
         env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.gpus), "XLA_FLAGS": ""}
     errors = folder / f"{cell.name.replace(' ', '-')}.err"
     # What takes long to compile makes way for what does not.
-    command = [*(("nice", "-n", "5") if cell.scheme.startswith("path") else ()), *WORKER, cell.name]
+    command = [*(("nice", "-n", "5") if cell.carries_keys else ()), *WORKER, cell.name]
     with errors.open("w") as file:
         process = subprocess.Popen(
             command,

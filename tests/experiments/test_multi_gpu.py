@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from experiments.multi_gpu import attention, checks, report, run, step, trace
+from experiments.multi_gpu import cells as study
 from experiments.multi_gpu.cells import SCHEMES, SMOKE, Cell, cells, named
 
 
@@ -28,6 +29,55 @@ def test_cells_are_what_any_number_of_gpus_can_run(counts: tuple[int, ...]) -> N
         assert all(named(cell.name) == cell for cell in found)
     weak = [cell for cell in train if cell.scaling == "weak" and cell.shape == "432m"]
     assert {cell.rows / cell.gpus for cell in weak} == {16}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "carried"),
+    [("path+fox", True), ("bam+path", True), ("fox+path+ssmax", True), ("3*rope,path", True), ("bam+ssmax", False)],
+)
+def test_path_is_known_wherever_it_stands(
+    scheme: str, carried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell("train", scheme, 1, "smoke")
+    assert cell.carries_keys == carried
+    model = cell.config().model
+    assert (model.attention_impl == "mosaic_gpu") == model.scan == carried
+    monkeypatch.setattr(checks, "_compiled", lambda config: (config, None))
+    monkeypatch.setattr(checks, "_train", lambda config, *_: ([0.0], True))
+    for backend in ("gpu", "cpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        dtypes = {row["dtype"] for row in checks.losses(Cell("losses", scheme, 2))["rows"]}
+        fused = carried and backend == "gpu"
+        assert dtypes == ({"bfloat16"} if fused else {"bfloat16", "float32"})
+
+    def refuse(command: list[str], **_: Any) -> None:
+        raise InterruptedError(command[0])
+
+    monkeypatch.setattr(run.subprocess, "Popen", refuse)
+    with pytest.raises(InterruptedError, match="^nice$" if carried else sys.executable):
+        run.start(cell, (0,), tmp_path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "has"),
+    [
+        ("rope", set()),
+        ("bam+ssmax", {"prior", "sharpness"}),
+        ("path+fox", {"w", "beta", "log_gates"}),
+        ("bam+path", {"w", "beta", "prior"}),
+        ("fox", {"log_gates"}),
+    ],
+)
+def test_attention_alone_has_the_inputs_of_its_parts(
+    scheme: str, has: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(attention.arrays_of(scheme, 8, 4, 16, "bfloat16")) == {"q", "k", "v", *has}
+    monkeypatch.setattr(study, "FUSED_PATH", [])  # which a CPU lacks
+    made = attention.prepare(Cell("attention", scheme, 1, "smoke"))
+    x = made._make()
+    out = made._passes["fwd"](x)
+    assert out.shape == x["v"].shape
+    assert jax.numpy.isfinite(out.astype("float32")).all()
 
 
 def test_an_unknown_cell_is_refused() -> None:
