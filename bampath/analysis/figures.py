@@ -71,7 +71,8 @@ def perplexity_figure(rows: Iterable[Row], train_length: int, title: str = "Perp
             axes.set_yscale("log")
             _plain_log_ticks(axes, lowest, highest)
         _length_axis(axes, [train_length * 2**k for k in range(9)], train_length)
-        axes.set_xlim(train_length / 2.2, max(row["end"] for own in cases.values() for row in own) * 1.05)
+        end = max(row["end"] for own in cases.values() for row in own)
+        axes.set_xlim(min(end, train_length) / 2.2, max(end, train_length) * 1.05)
         axes.set(xlabel="position in the row (tokens)", ylabel="perplexity of held-out text", title=title)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

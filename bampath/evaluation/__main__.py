@@ -1,8 +1,8 @@
 """A suite of benchmarks on a checkpoint: `python -m bampath.evaluation CHECKPOINT --suite long|short|state`.
 
 Every benchmark has a command of its own as well, with the same options: python -m bampath.evaluation.ruler, and so on.
-Benchmarks whose local files are not named are listed as not run. --out RESULTS.json writes JSON after every task and
-length, with a Markdown page and figures beside it.
+Benchmarks whose local files are not named, and lengths that one's smallest prompt does not fit, are listed as not run.
+--out RESULTS.json writes JSON after every task and length, with a Markdown page and figures beside it.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation.babilong_prompts import LABELS, PROMPTS, TEMPLATE
 from bampath.evaluation.materials import Prose, prose, sentences
-from bampath.evaluation.questions import Question, count, draws
+from bampath.evaluation.questions import DoesNotFit, Question, count, draws
 from bampath.evaluation.session import Session, command
 
 NAME = "babilong"
@@ -83,7 +83,7 @@ def make(
 
     Length 0 has the facts alone. Otherwise facts and background have length - 300 tokens together, as published, or
     fewer where prompt, answer and `reserve` would not fit in `length` tokens. Stories of more than length // 8 facts,
-    or of too many tokens, are not used; ValueError if none is left.
+    or of too many tokens, are not used; DoesNotFit if none is left.
     """
     return [_question(task, length, i, tokenizer, stories, background, seed, reserve) for i in range(samples)]
 
@@ -115,7 +115,7 @@ def _question(
             if over <= 0:
                 return question
             budget -= over  # joined text can have a few more tokens than its pieces
-    raise ValueError(f"{task}: no story fits into {length} tokens with its instruction; use a longer length")
+    raise DoesNotFit(f"no story fits into {length} tokens with its instruction; use a longer length", task)
 
 
 def _fill(task: str, story: Story, context: str, facts: dict[str, Any], depth: float | None = None) -> Question:
@@ -197,8 +197,9 @@ def run(session: Session, args: argparse.Namespace) -> None:
         for length in session.lengths:
             labels = {"background": background.label, "facts": path.name}
             build = partial(make, task, length, session.samples, session.tokenizer, stories, background)
-            questions = session.questions(f"{NAME}-{task}", length, [stories, background.documents], build)
-            session.ask(questions, NEW_TOKENS, score, length, NAME, task, labels, budget=length or None)
+            with session.unless_unfit(f"{NAME} {task}", length):
+                questions = session.questions(f"{NAME}-{task}", length, [stories, background.documents], build)
+                session.ask(questions, NEW_TOKENS, score, length, NAME, task, labels, budget=length or None)
 
 
 _SELF: Any = sys.modules[__name__]

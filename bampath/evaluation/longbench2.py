@@ -115,16 +115,18 @@ def missing(args: argparse.Namespace) -> str | None:
 def run(session: Session, args: argparse.Namespace) -> None:
     mode, path = args.longbench2_mode, Path(args.longbench2)
     records = read(path)[: session.samples or None]
+    labels = {"mode": mode, "file": path.name}
     for length in session.lengths:
-        questions = make(records, mode, session.tokenizer, length, session.reserve)
-        if mode == "likelihood":
-            answered = by_likelihood(session, questions)
-        else:
-            answered, _ = ask(
-                session.answerer, session.tokenizer, questions, NEW_TOKENS, score, budget=length, bos=session.bos
-            )
-        labels = {"mode": mode, "file": path.name}
-        session.add(*(row(a, benchmark=NAME, task=n, length=length, **labels) for n, a in groups(answered).items()))
+        with session.unless_unfit(NAME, length):
+            found = groups(_answered(session, records, mode, length))
+            session.add(*(row(a, benchmark=NAME, task=n, length=length, **labels) for n, a in found.items()))
+
+
+def _answered(session: Session, records: Sequence[dict[str, str]], mode: str, length: int) -> list[Answered]:
+    questions = make(records, mode, session.tokenizer, length, session.reserve)
+    if mode == "likelihood":
+        return by_likelihood(session, questions)
+    return ask(session.answerer, session.tokenizer, questions, NEW_TOKENS, score, budget=length, bos=session.bos)[0]
 
 
 _SELF: Any = sys.modules[__name__]

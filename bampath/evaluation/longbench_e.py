@@ -16,7 +16,7 @@ from bampath.command import fail_gracefully
 from bampath.data import Tokenizer
 from bampath.evaluation import longbench_scores as scores
 from bampath.evaluation.answers import ask, row, speed
-from bampath.evaluation.questions import Question
+from bampath.evaluation.questions import DoesNotFit, Question
 from bampath.evaluation.session import Session, command
 
 NAME = "longbench_e"
@@ -134,10 +134,13 @@ def read(folder: Path, task: str) -> list[dict[str, Any]]:
 
 
 def fit(text: str, tokenizer: Tokenizer, limit: int) -> tuple[str, bool]:
-    """The text, without its middle if it has more than `limit` tokens, and whether it was cut."""
+    """The text, without its middle if it has more than `limit` tokens, and whether it was cut.
+
+    DoesNotFit for a limit below 2.
+    """
     tokens = tokenizer.encode(text)
     if limit < 2:
-        raise ValueError(f"the length leaves {limit} tokens for the prompt; use a longer one")
+        raise DoesNotFit(f"the length leaves {limit} tokens for the prompt; use a longer one")
     kept, room = text, limit
     while len(tokens) > limit:  # joined halves may be tokenised into a few more
         half = room // 2
@@ -183,8 +186,8 @@ def run(session: Session, args: argparse.Namespace) -> None:
     for task in args.longbench_e_tasks or TASKS:
         records = read(Path(args.longbench_e), task)[: session.samples or None]
         for length in session.lengths:
-            questions = make(task, records, session.tokenizer, length, session.reserve)
-            _add(session, task, length, questions)
+            with session.unless_unfit(f"{NAME} {task}", length):
+                _add(session, task, length, make(task, records, session.tokenizer, length, session.reserve))
 
 
 def _add(session: Session, task: str, length: int, questions: Sequence[Question]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from bampath.command import fail_gracefully
 from bampath.data import DataConfig, TokenCorpus, load_corpus
 from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_length
+from bampath.evaluation.questions import DoesNotFit
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.results import environment, write_results
 from bampath.intervals import Z95
@@ -87,7 +88,7 @@ def rows_of(
 
     cut: "within" takes consecutive pieces of every document (none crosses a border); "documents" takes the beginning of
     each document that is long enough (BAM on Wikipedia); "across" joins all documents (BAM on FineWeb, with BOS and EOS
-    in `drop`). limit: at most so many rows, 0 all. ValueError if there is no row, naming the longest document.
+    in `drop`). limit: at most so many rows, 0 all. DoesNotFit if there is no row, naming the longest document.
     """
     if length < 1 or limit < 0:
         raise ValueError(f"length={length} must be at least 1 and limit={limit} at least 0")
@@ -102,7 +103,7 @@ def rows_of(
     pieces = [min(len(stream) // width, 1 if cut == "documents" else len(stream)) for stream in streams]
     if not any(pieces):
         longest = max(map(len, streams))
-        raise ValueError(f"no row of {width} tokens: the longest text has {longest}; use a smaller length")
+        raise DoesNotFit(f"no row of {width} tokens: the longest text has {longest}; use a smaller length")
     rows = [stream[: n * width].reshape(n, width) for stream, n in zip(streams, pieces, strict=True)]
     return np.concatenate(rows)[: limit or None]
 

@@ -40,7 +40,7 @@ def make(
 ) -> list[Question]:
     """Prompts of a length in tokens, answer included, or with `entries` lines each (then `length` is not looked at).
 
-    Pure functions of the arguments. Names may occur twice, as in the original. ValueError if the length is too short.
+    Pure functions of the arguments. Names may occur twice, as in the original. DoesNotFit if the length is too short.
     """
     if entries and entries < LEAST:
         raise ValueError(f"entries={entries} must be 0 (as many as fit) or at least {LEAST}")
@@ -84,10 +84,11 @@ def run(session: Session, args: argparse.Namespace) -> None:
     for length in (0,) if args.entries else session.lengths:
         build = partial(make, length, session.samples, session.tokenizer, people, entries=args.entries)
         material = [args.entries, people.first, people.last, people.first_share.tolist(), people.last_share.tolist()]
-        questions = session.questions(NAME, length, material, build)
-        labels = {"names": people.label, "entries": max(dict(q.facts)["entries"] for q in questions)}
         budget = None if args.entries else length
-        session.ask(questions, NEW_TOKENS, equals_any, length, NAME, NAME, labels, budget=budget, until="\n")
+        with session.unless_unfit(NAME, length):
+            questions = session.questions(NAME, length, material, build)
+            labels = {"names": people.label, "entries": max(dict(q.facts)["entries"] for q in questions)}
+            session.ask(questions, NEW_TOKENS, equals_any, length, NAME, NAME, labels, budget=budget, until="\n")
 
 
 _SELF: Any = sys.modules[__name__]

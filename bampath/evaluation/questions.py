@@ -26,6 +26,15 @@ class Question:
     facts: tuple[tuple[str, Any], ...] = ()
 
 
+class DoesNotFit(ValueError):
+    """There is nothing to ask at a length: the smallest prompt is longer than it, or the text shorter. Other lengths
+    and benchmarks may still do. reason: the message without `what`."""
+
+    def __init__(self, reason: str, what: str = "") -> None:
+        super().__init__(f"{what}: {reason}" if what else reason)
+        self.reason = reason
+
+
 def cache_root(folder: str | None = None) -> Path:
     """Where questions are kept: `folder`, else evaluation/ in $BAMPATH_CACHE or ~/.cache/bampath."""
     return Path(folder).expanduser() if folder else tokens_root() / "evaluation"
@@ -67,9 +76,9 @@ def count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def largest(fits: Callable[[int], bool], least: int, what: str) -> int:
-    """The largest size >= least that fits, by bisection. ValueError, naming `what`, if `least` does not."""
+    """The largest size >= least that fits, by bisection. DoesNotFit, naming `what`, if `least` does not."""
     if not fits(least):
-        raise ValueError(f"{what}: even the smallest prompt is longer than the budget; use a longer length")
+        raise DoesNotFit("even the smallest prompt is longer than the budget; use a longer length", what)
     low, high = least, 2 * max(least, 1)
     while fits(high):
         low, high = high, 2 * high
@@ -89,7 +98,7 @@ def within(
         if over <= 0:
             return question
         if size <= least:
-            raise ValueError(f"{what}: even the smallest prompt is {over} tokens longer than the budget of {budget}")
+            raise DoesNotFit(f"even the smallest prompt is {over} tokens longer than the budget of {budget}", what)
         size = max(least, size - max(1, size * over // (over + budget)))
 
 

@@ -7,7 +7,8 @@ A benchmark is an object or a module with NAME, LENGTHS and SAMPLES (its default
 import argparse
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from bampath.data import DataConfig, Tokenizer
 from bampath.evaluation.answers import Answerer, ModelAnswerer, Score, ask, row, speed
 from bampath.evaluation.command import add_checkpoint_options, check_options, load_reader, parse_lengths
-from bampath.evaluation.questions import Question, cache_root, kept
+from bampath.evaluation.questions import DoesNotFit, Question, cache_root, kept
 from bampath.evaluation.reader import Reader
 from bampath.evaluation.report import show, write
 from bampath.evaluation.results import environment
@@ -43,7 +44,8 @@ class Session:
 
     lengths: in tokens, answers included; samples: per task and length; bos: whether prompts start with a BOS; data:
     what the model was trained on; facts: of the checkpoint, in every row; out: where results go as JSON, with Markdown
-    and figures beside it; rows grow while benchmarks run, skipped says which did not and why.
+    and figures beside it; rows grow while benchmarks run, skipped says which did not and why, unfit has those among
+    them for which a length was none.
     """
 
     answerer: Answerer
@@ -62,6 +64,7 @@ class Session:
     say: Callable[[str], None] = print
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    unfit: list[DoesNotFit] = field(default_factory=list)
 
     @property
     def reserve(self) -> int:
@@ -111,6 +114,24 @@ class Session:
         for new in rows:
             self.rows.append({**self.facts, **new})
             self.say(show(new))
+        self.write()
+
+    def skip(self, name: str, reason: str) -> None:
+        """Say what is not run, and why; results name it too."""
+        self.skipped[name] = reason
+        self.say(f"{name}: not run, {reason}")
+
+    @contextmanager
+    def unless_unfit(self, name: str, length: int) -> Iterator[None]:
+        """Ask within this: where `name` has nothing to ask at this length it is skipped, and all else runs."""
+        try:
+            yield
+        except DoesNotFit as error:
+            self.unfit.append(error)
+            self.skip(f"{name} at {length} tokens", error.reason)
+
+    def write(self) -> None:
+        """Write what there is so far, if it shall be written."""
         if self.out is not None:
             write(self.out, environment(), self.rows, self.train_length, self.skipped)
 
@@ -164,12 +185,12 @@ def open_session(args: argparse.Namespace) -> Session:
 
 
 def run_benchmarks(session: Session, benchmarks: Sequence[Benchmark], args: argparse.Namespace) -> None:
-    """Run benchmarks one after the other; those that miss local files are named with the reason, never quietly left."""
+    """Run benchmarks one after the other. Those that miss local files, and lengths at which one has nothing to ask, are
+    named with the reason, never quietly left; DoesNotFit if nothing is left for want of length."""
     for benchmark in benchmarks:
         reason = benchmark.missing(args)
         if reason is not None:
-            session.skipped[benchmark.NAME] = reason
-            session.say(f"{benchmark.NAME}: not run, {reason}")
+            session.skip(benchmark.NAME, reason)
             continue
         session.lengths = parse_lengths(args.lengths or benchmark.LENGTHS, session.train_length)
         session.samples = benchmark.SAMPLES if args.samples is None else args.samples
@@ -178,6 +199,10 @@ def run_benchmarks(session: Session, benchmarks: Sequence[Benchmark], args: argp
         start = time.monotonic()
         benchmark.run(session, args)
         session.say(f"{benchmark.NAME}: {time.monotonic() - start:.0f} s")
+    if session.rows:
+        session.write()  # with what was skipped after the last row
+    elif session.unfit:
+        raise session.unfit[0]
 
 
 def command(benchmark: Benchmark, description: str | None, argv: Sequence[str] | None) -> None:

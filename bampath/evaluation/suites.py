@@ -49,10 +49,12 @@ class Perplexity:
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         corpus = load_corpus(perplexity.held_out(session.data, args.text), "validation", session.tokenizer)
-        rows = perplexity.rows_of(corpus, max(session.lengths), limit=session.samples)
-        window = min(session.train_length, rows.shape[1] - 1)
-        result = perplexity.loss_by_position(session.reader, rows, window, batch_tokens=session.batch_tokens)
-        session.add(*result.rows(text=corpus.info["source"]))
+        length = max(session.lengths)
+        with session.unless_unfit(self.NAME, length):
+            rows = perplexity.rows_of(corpus, length, limit=session.samples)
+            window = min(session.train_length, length)
+            result = perplexity.loss_by_position(session.reader, rows, window, batch_tokens=session.batch_tokens)
+            session.add(*result.rows(text=corpus.info["source"]))
 
 
 def _module(name: str) -> Any:

@@ -97,6 +97,15 @@ def test_passkey_figures_show_the_shares(tmp_path):
     assert analysis.save(heat, tmp_path / "figures" / "heat.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("end", [20, 60, 128])
+def test_perplexity_of_rows_below_the_training_length_is_in_the_figure(end):
+    row = {"case": "nope", "start": 0, "end": end, "loss": 6.0}
+    axes = analysis.perplexity_figure([row], 128).axes[0]
+    low, high = axes.get_xlim()
+    assert low < end / 2 < high
+    assert low < 128 < high
+
+
 def test_perplexity_figure_averages_losses_over_seeds():
     rows = [
         {"case": "nope", "seed": seed, "start": start, "end": start + 64, "loss": 3.0 + seed}

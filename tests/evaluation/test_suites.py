@@ -19,6 +19,7 @@ from bampath.evaluation import __main__ as suites
 from bampath.evaluation import babilong, longbench_e, passkey, perplexity, phonebook, short
 from bampath.evaluation.report import page
 from bampath.evaluation.results import write_json
+from bampath.evaluation.ruler import __main__ as ruler
 from bampath.evaluation.session import add_session_options
 from bampath.evaluation.suites import suite
 from bampath.model import LM
@@ -52,15 +53,21 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(home):
+    return long_suite(home, "long.json")
+
+
+def long_suite(home, out, **changes):
+    """What the long suite's command writes."""
     options = {
         "--suite": ["long"], "--lengths": ["2048"], "--samples": ["2"], "--cache": [home / "cache"],
         "--words": [home / "words"], "--essay": [home / "text.txt"], "--ruler-tasks": RULER,
         "--babi": [home / "babi"], "--babilong-tasks": ["qa1"], "--background": [home / "text.txt"],
         "--names": [home / "names"], "--longbench2": [home / "v2.json"], "--text": [home / "text.txt"],
-        "--out": [home / "long.json"],
+        "--out": [home / out],
     }  # fmt: skip
+    options |= {f"--{name}": [value] for name, value in changes.items()}
     suites.main([str(home / "run"), *(str(word) for name, values in options.items() for word in (name, *values))])
-    return json.loads((home / "long.json").read_text(encoding="utf-8"))
+    return json.loads((home / out).read_text(encoding="utf-8"))
 
 
 def test_the_long_suite_runs_and_reports(results, home):
@@ -98,6 +105,46 @@ def _in_order(text, names):
 def test_prompts_are_kept(results, home):
     kept = sorted(path.name.rsplit("-", 1)[0] for path in (home / "cache").iterdir())
     assert kept == ["babilong-qa1", "phonebook", *(f"ruler-{task}" for task in sorted(RULER))]
+
+
+TOO_SHORT = [*(f"ruler {task}" for task in RULER), "babilong qa1", "phonebook"]
+
+
+def test_a_length_that_is_too_short_ends_neither_the_suite_nor_other_lengths(results, home, capsys):
+    both = long_suite(home, "both.json", lengths="64,2048")
+    answers = lambda found: [
+        (row["benchmark"], row.get("task"), row.get("depths") or row["loss"])
+        for row in found["rows"]
+        if row.get("length") != 64
+    ]
+    assert answers(both) == answers(results)
+    assert [row["benchmark"] for row in both["rows"] if row.get("length") == 64] == ["passkey", *["longbench2"] * 5]
+    unfit = {name: reason for name, reason in both["skipped"].items() if name not in results["skipped"]}
+    assert list(unfit) == [f"{name} at 64 tokens" for name in TOO_SHORT]
+    assert unfit["ruler vt at 64 tokens"].startswith("even the smallest prompt is longer than the budget")
+    shown = capsys.readouterr().out
+    assert all(f"{name}: not run, {reason}\n" in shown for name, reason in unfit.items())
+
+
+def test_what_is_not_run_after_the_last_row_is_in_the_results_too(home):
+    (home / "short.txt").write_text("Fellow citizens of the Senate.\n", encoding="utf-8")
+    found = long_suite(home, "short.json", lengths="60", text=home / "short.txt")
+    assert {row["benchmark"] for row in found["rows"]} == {"passkey", "longbench2"}
+    assert list(found["skipped"])[-1] == "perplexity at 60 tokens"
+    assert "- perplexity at 60 tokens: no row of 61 tokens" in (home / "short.md").read_text(encoding="utf-8")
+
+
+def test_nothing_that_fits_is_an_error(home):
+    words = [str(home / "run"), "--words", str(home / "words"), "--essay", str(home / "text.txt"), "--samples", "2"]
+    words += ["--cache", str(home / "cache"), "--out", str(home / "none.json")]
+    for tasks in (["niah_single_2"], ["niah_single_2", "vt"]):
+        with pytest.raises(ValueError, match="niah_single_2 at 400 tokens: even the smallest"):
+            ruler.main([*words, "--lengths", "400", "--ruler-tasks", *tasks])
+    assert not (home / "none.json").exists()
+    ruler.main([*words, "--lengths", "400,2048", "--ruler-tasks", "niah_single_2"])
+    found = json.loads((home / "none.json").read_text(encoding="utf-8"))
+    assert [row["length"] for row in found["rows"]] == [2048]
+    assert list(found["skipped"]) == ["ruler niah_single_2 at 400 tokens"]
 
 
 def test_a_model_of_text_takes_the_state_suite(home, capsys):

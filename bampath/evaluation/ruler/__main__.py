@@ -51,10 +51,10 @@ def run(session: Session, args: argparse.Namespace) -> None:
         parts: list[Any] = [material.words, material.essay.documents, material.squad, material.hotpot]
         for length in session.lengths:
             build = partial(make, task, length, session.samples, session.tokenizer, material)
-            questions = session.questions(f"{NAME}-{task}", length, parts, build)
-            session.ask(
-                questions, NEW_TOKENS[task], score_of(task), length, NAME, task, material.labels(task), budget=length
-            )
+            with session.unless_unfit(f"{NAME} {task}", length):
+                questions = session.questions(f"{NAME}-{task}", length, parts, build)
+                facts = (length, NAME, task, material.labels(task))
+                session.ask(questions, NEW_TOKENS[task], score_of(task), *facts, budget=length)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import string
 from dataclasses import dataclass
 
 from bampath.evaluation.materials import WordLists
-from bampath.evaluation.questions import Question
+from bampath.evaluation.questions import DoesNotFit, Question
 
 COMMON_TEMPLATE = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -63,7 +63,7 @@ def _list(words: list[str], common: int, other: int) -> tuple[str, list[str]]:
 
 def _more(wanted: int, draw: random.Random, words: WordLists) -> list[str]:
     if wanted > len(words.adjectives) * len(words.nouns) // 2:
-        raise ValueError(f"cwe: the word lists cannot make {wanted:,} more words; use a shorter length")
+        raise DoesNotFit(f"the word lists cannot make {wanted:,} more words; use a shorter length", "cwe")
     found: dict[str, None] = {}
     while len(found) < wanted:
         found[words.compound(draw)] = None

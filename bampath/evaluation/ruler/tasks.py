@@ -67,8 +67,8 @@ def make(
     """The prompts of one task and length, each a pure function of (task, length, index, seed, tokenizer, material).
 
     A prompt and the task's new tokens have at most length - reserve tokens together (reserve: a BOS, for example). The
-    size is found on the first sample and taken back where another would not fit. ValueError if a length is too short
-    or the material is missing.
+    size is found on the first sample and taken back where another would not fit. DoesNotFit for a length that is
+    too short, ValueError if the material is missing.
     """
     build, least = _builder(task, length, tokenizer, material, seed)
     budget, what = length - NEW_TOKENS[task] - reserve, f"{task} at {length} tokens"
