@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_checkpoint_options(p)
     p.add_argument("--length", default="16x", help="tokens of a row, or times the training length (default 16x)")
-    p.add_argument("--window", default="1x", help="positions averaged together, in the same forms (default 1x)")
+    p.add_argument("--window", help="positions averaged together, in the same forms (default 1x, at most the row)")
     p.add_argument("--rows", type=int, default=64, help="at most so many rows, 0 for all (default 64)")
     p.add_argument("--cut", choices=get_args(Cut), default="within", help="how rows are cut (see rows_of)")
     p.add_argument("--source", help="another text than the held-out part of the training text")
@@ -145,14 +145,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def sizes(args: argparse.Namespace, trained: int) -> tuple[int, int]:
+    """(length, window) in tokens. Only a window that was asked for can be too long for the rows: the default one is as
+    short as they are."""
+    length = parse_length(args.length, "--length", trained)
+    if args.window is None:
+        return length, min(trained, length)
+    return length, parse_length(args.window, "--window", trained)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_options(args, "batch_tokens", rows=0)
-    lengths = lambda trained: [parse_length(getattr(args, n), f"--{n}", trained) for n in ("length", "window")]
-    lengths(1)
+    sizes(args, 1)
     loaded, reader = load_reader(args)
     trained = loaded.config.model.train_length
-    length, window = lengths(trained)
+    length, window = sizes(args, trained)
     corpus = load_corpus(held_out(loaded.config.data, args.source), "validation", loaded.tokenizer)
     drop = (loaded.tokenizer.bos_id, loaded.tokenizer.eos_id) if args.cut == "across" else ()
     rows = rows_of(corpus, length, args.cut, limit=args.rows, drop=drop)

@@ -113,6 +113,23 @@ def test_both_evaluations_read_it(alone: Path, tmp_path: Path, capsys: pytest.Ca
     assert all(np.isfinite(row["perplexity"]) for row in rows)
 
 
+def test_rows_below_the_training_length_have_one_window(alone: Path, tmp_path: Path) -> None:
+    """The first places of longer rows are the same text, and a token does not see what comes after it."""
+    trained = checkpoint.describe(alone).config["data"]["sequence_length"]
+    short = trained // 2 - 3
+    sums = []
+    for words in (["--length", str(short)], ["--length", str(trained), "--window", str(short)]):
+        out = tmp_path / "out.json"
+        perplexity.main([str(alone), "--source", str(alone.parent / "text"), *words, "--rows", "1", "--out", str(out)])
+        sums.append(json.loads(out.read_text())["rows"])
+    assert [(row["start"], row["end"]) for row in sums[0]] == [(0, short)]
+    assert sums[0][0]["loss"] == pytest.approx(sums[1][0]["loss"], rel=1e-4)
+    command = [str(alone), "--source", str(alone.parent / "text"), "--length", "0.5x"]
+    perplexity.main(command)
+    with pytest.raises(ValueError, match=f"window={trained} must be between 1 and the rows' length {trained // 2}"):
+        perplexity.main([*command, "--window", "1x"])
+
+
 def test_another_scheme_of_the_same_parameters_can_be_asked_for(alone: Path, tmp_path: Path) -> None:
     losses = []
     for spec in ("bam+ssmax", "bam+ssmax(inside=false)"):
