@@ -119,6 +119,18 @@ def file_to_write(path: str | Path, option: str) -> Path:
     return path
 
 
+def folder_to_make(path: Path) -> None:
+    """FileExistsError for a folder that has something in it, another OSError if it cannot be made or written: to be
+    asked before the work whose results it is for."""
+    if path.is_dir() and any(path.iterdir()):
+        raise FileExistsError(f"{path} is not empty; choose another folder")
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{path} cannot be made: {there} is not a folder; choose another")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(f"{path}: {there} has no permission to be written; choose another folder")
+
+
 def _end(line: str, status: int) -> NoReturn:
     print(line, file=sys.stderr)
     sys.exit(status)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bampath.command import end_with_status
+from bampath.command import end_with_status, folder_to_make
 
 # What brings JAX is imported inside the functions that need it, so that help and refusals come at once.
 
@@ -82,20 +82,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def import_(options: argparse.Namespace) -> None:
     from bampath.config import Config
-    from bampath.convert.importer import import_model
+    from bampath.convert.importer import open_model
     from bampath.data.config import DataConfig
     from bampath.data.tokenizer import load_tokenizer
 
-    found = import_model(options.source, dtype=options.dtype, length=options.length, say=print)
-    name = options.tokenizer or (str(found.tokenizer) if found.tokenizer else None)
+    folder_to_make(options.out)
+    opened = open_model(options.source, dtype=options.dtype, length=options.length)
+    name = options.tokenizer or (str(opened.tokenizer) if opened.tokenizer else None)
     if name is None:
         raise ValueError(
             f"{options.source} came without a tokenizer.json or tokenizer.model: name one with --tokenizer (of bytes: "
             "--tokenizer bytes)"
         )
     tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > found.config.vocab_size:
-        raise ValueError(f"{name} has {tokenizer.vocab_size} tokens, the model only {found.config.vocab_size}")
+    if tokenizer.vocab_size > opened.config.vocab_size:
+        raise ValueError(f"{name} has {tokenizer.vocab_size} tokens, the model only {opened.config.vocab_size}")
+    found = opened.read(print)
     data = DataConfig(tokenizer=name, sequence_length=found.config.train_length)
     save(options.out, Config(model=found.config, data=data), found.params, tokenizer)
     print(f"{options.out}: {found.config.position}, {found.config.layers} layers, tensors were {found.dtype}")
@@ -106,7 +108,10 @@ def position(options: argparse.Namespace) -> None:
 
     from bampath.convert.surgery import transplant
     from bampath.load import load
+    from bampath.positions.registry import parse
 
+    folder_to_make(options.out)
+    parse(options.spec)
     loaded = load(options.checkpoint)
     model, params, report = transplant(loaded.config.model, loaded.params, options.spec, seed=options.seed)
     save(options.out, replace(loaded.config, model=model), params, loaded.tokenizer)
@@ -134,9 +139,16 @@ def distill(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
+    import json
+
+    from bampath.checkpoint import describe
+    from bampath.config import from_json
     from bampath.convert.exporter import export_model
+    from bampath.convert.families import hf_config
     from bampath.load import load
 
+    folder_to_make(options.out)
+    hf_config(from_json(json.dumps(describe(options.checkpoint).config)).model, True)
     loaded = load(options.checkpoint)
     export_model(options.out, loaded.config.model, loaded.params, dtype=options.dtype, tokenizer=loaded.tokenizer.file)
     print(options.out)
@@ -145,11 +157,10 @@ def export(options: argparse.Namespace) -> None:
 
 
 def save(out: Path, config: Any, params: Any, tokenizer: Any) -> None:
-    """`write_start` in a folder that is not used yet. FileExistsError if it is."""
+    """`write_start` in a folder that is not used yet, nor by now. FileExistsError if it is."""
     from bampath.convert.surgery import write_start
 
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; choose another folder")
+    folder_to_make(out)
     write_start(out, config, params, tokenizer)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bampath.command import folder_to_make
 from bampath.config import ModelConfig
 from bampath.convert.families import ConversionError, hf_config
 from bampath.convert.files import SHARD_BYTES, write_safetensors
@@ -35,8 +36,7 @@ def export_model(
     if dtype not in DTYPES:
         raise ConversionError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     raw = hf_config(config, _shared_norms(config, params))
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty")
+    folder_to_make(folder)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

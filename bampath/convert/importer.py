@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from bampath.checkpoint import FOLDER, INFO_NAME
 from bampath.config import ModelConfig
 from bampath.convert.families import ConversionError, model_config
 from bampath.convert.files import SafetensorsFolder, Tensors
@@ -28,6 +29,21 @@ class Imported:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A model of which no tensor has been read yet; see `Imported`."""
+
+    config: ModelConfig
+    tensors: Tensors
+    tokenizer: Path | None
+
+    def read(self, say: Callable[[str], None] = lambda _: None) -> Imported:
+        """Read the tensors; memory is the float32 parameters and one tensor of the file. ConversionError names one that
+        does not fit."""
+        params, kind = read_params(self.config, self.tensors, say)
+        return Imported(self.config, params, self.tokenizer, kind)
+
+
 def import_model(
     path: Path | str,
     *,
@@ -35,7 +51,12 @@ def import_model(
     length: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Read a model; memory is its float32 parameters and one tensor of the file.
+    """`open_model`, and its tensors."""
+    return open_model(path, dtype=dtype, length=length).read(say)
+
+
+def open_model(path: Path | str, *, dtype: str | None = None, length: int | None = None) -> Opened:
+    """Read what a model says of itself.
 
     path: a folder as transformers saves it, or a .gguf file. dtype: the compute dtype, default the model's own. length:
     see `families.model_config`. ConversionError (a ValueError) names the key, file or tensor that does not fit.
@@ -53,11 +74,11 @@ def import_model(
         config = model_config(raw, dtype, length)
     except (TypeError, AttributeError) as error:
         raise ConversionError(f"{path}: its configuration has a value of a wrong kind: {error}") from None
-    params, kind = read_params(config, tensors, say)
-    return Imported(config, params, tokenizer, kind)
+    return Opened(config, tensors, tokenizer)
 
 
 def _open_folder(folder: Path) -> tuple[Mapping[str, Any], Tensors, Path | None]:
+    _refuse_place(folder)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,6 +89,15 @@ def _open_folder(folder: Path) -> tuple[Mapping[str, Any], Tensors, Path | None]
         raise ConversionError(f"{folder / 'config.json'} must be a JSON object, is {type(raw).__name__}")
     found = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
     return raw, SafetensorsFolder(folder), next((file for file in found if file.is_file()), None)
+
+
+def _refuse_place(folder: Path) -> None:
+    """ConversionError for a place of no other library's model, where the name of a missing file would mislead."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ConversionError(f"{folder} {what}: only local folders and .gguf files are read; download a model first")
+    if any(True for place in ("", "*/", f"{FOLDER}/*/") for _ in folder.glob(place + INFO_NAME)):
+        raise ConversionError(f"{folder} is one of bampath's own runs, which needs no import: use it as it is")
 
 
 def read_params(

@@ -207,8 +207,12 @@ def test_missing_and_wrong_files(copy: Callable[[str], Path], tmp_path: Path) ->
     (lonely / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
     with pytest.raises(ConversionError, match="not a safetensors file"):
         import_model(lonely)
+    (lonely / "config.json").unlink()
     with pytest.raises(ConversionError, match=r"no config.json"):
-        import_model(tmp_path / "nowhere")
+        import_model(lonely)
+    for place in (tmp_path / "meta-llama" / "Llama-3.2-1B", lonely / "model.safetensors"):
+        with pytest.raises(ConversionError, match=f"{place.name} .*: only local folders and .gguf files are read"):
+            import_model(place)
 
 
 @pytest.mark.parametrize(

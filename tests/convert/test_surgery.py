@@ -105,15 +105,54 @@ def test_the_command_makes_runs_that_other_commands_read(imported: Path, tmp_pat
 
 def test_mistakes_are_one_line(imported: Path, tmp_path: Path, capsys: Any) -> None:
     for command, words in (
-        (["import", str(tmp_path / "none"), str(tmp_path / "out")], "no config.json"),
+        (["import", str(tmp_path / "none"), str(tmp_path / "out")], "only local folders"),
         (["import", str(FIXTURES / "llama"), str(tmp_path / "out")], "--tokenizer"),
-        (["import", str(FIXTURES / "llama"), str(imported)], "--tokenizer"),
         (["position", str(imported), "ropee", str(tmp_path / "out")], "unknown part"),
         (["position", str(imported), "nope", str(imported)], "not empty"),
     ):
         assert main(command) == 2
         assert words in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/00000000"])
+def test_our_own_runs_need_no_import(where: str, imported: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["import", str(imported / where), str(tmp_path / "out")]) == 2
+    assert "is one of bampath's own runs, which needs no import" in capsys.readouterr().err
+
+
+def test_what_is_known_beforehand_is_said_before_the_work(
+    imported: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """The work would be an error of its own here."""
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("arrays were read")
+
+    assert main(["position", str(imported), "path", str(tmp_path / "path")]) == 0
+    monkeypatch.setattr("bampath.load.load", work)
+    monkeypatch.setattr("bampath.convert.importer.read_params", work)
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    run, llama, small = str(imported), str(FIXTURES / "llama"), str(tiny_tokenizer(tmp_path / "tokenizer.json"))
+    for place, words in (
+        (run, f"{run} is not empty; choose another folder"),
+        (str(tmp_path / "file"), "file is not a folder; choose another"),
+        (str(tmp_path / "file" / "out"), "file is not a folder; choose another"),
+    ):
+        for command in (["import", llama], ["position", run, "nope"], ["export", run]):
+            more = ["--tokenizer", small] if command[0] == "import" else []
+            assert main([*command, place, *more]) == 2
+            assert words in capsys.readouterr().err
+    for command, words in (
+        (["import", llama], "name one with --tokenizer"),
+        (["import", llama, "--tokenizer", str(tmp_path / "none.json")], "none.json"),
+        (["import", llama, "--tokenizer", "bytes"], "tokens, the model only"),
+        (["position", run, "ropee"], "unknown part"),
+        (["export", str(tmp_path / "path")], "layer 0 has path"),
+    ):
+        assert main([*command, str(tmp_path / "out")]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_every_case_names_its_family() -> None:
