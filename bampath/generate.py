@@ -281,14 +281,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", help="a run's folder (its latest checkpoint) or a checkpoint's")
     p.add_argument("--prompt", action="append", required=True, help="text to continue; give it again for a batch")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); the next three need more")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all (default)")
     p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass; 1 keeps all")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     p.add_argument("--chunk", type=int, default=512, help="tokens of the prompt read at a time (default 512)")
     p.add_argument("--tokenizer", help="path of the tokenizer's file (default: the copy in the checkpoint)")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: the model's)")
     return p
+
+
+def _refuse_greedy_options(args: argparse.Namespace) -> None:
+    """ValueError for an option of drawing where nothing is drawn: the text would be the greedy one, unsaid."""
+    for name in ("top_k", "top_p", "seed") if args.temperature == 0 else ():
+        if getattr(args, name) != parser().get_default(name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} has no effect with --temperature 0, which is "
+                "greedy; give --temperature 1, say, or leave it out"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -298,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    _refuse_greedy_options(args)
     loaded = load(args.checkpoint, args.tokenizer, **({"dtype": args.dtype} if args.dtype else {}))
     prompts = [encode_prompt(loaded, text) for text in args.prompt]
     single = len(prompts) == 1

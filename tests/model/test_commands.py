@@ -100,6 +100,18 @@ def test_samples_repeat_with_their_seed(alone: Path, capsys: pytest.CaptureFixtu
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("option", [["--top-k", "3"], ["--top-p", "0.5"], ["--seed", "4"]])
+def test_options_of_drawing_need_a_temperature(option: list[str]) -> None:
+    """Said before the checkpoint is looked for: there is none."""
+    for cold in ([], ["--temperature", "0"]):
+        with pytest.raises(ValueError, match=rf"{' '.join(option)} has no effect with --temperature 0.*give --temp"):
+            generate.main(["nowhere", "--prompt", "bell", *cold, *option])
+    neutral = ["--top-k", "0", "--top-p", "1", "--seed", "0"]
+    for words in (neutral, [*option, "--temperature", "0.5"]):
+        with pytest.raises(checkpoint.CheckpointError, match="nowhere does not exist"):
+            generate.main(["nowhere", "--prompt", "bell", *words])
+
+
 def test_both_evaluations_read_it(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     passkey.main([str(alone), "--lengths", "300", "--samples", "2", "--out", str(tmp_path / "passkey.json")])
     row = json.loads((tmp_path / "passkey.json").read_text())["rows"][0]
