@@ -97,7 +97,7 @@ def test_a_model_whose_kernels_are_off_fails(monkeypatch, parameter, factor, sta
     monkeypatch.setattr(doctor, "_model_gradients", run)
     check = doctor.model_check("bam")
     assert (check.status, check.name) == (status, "model: bam")
-    assert status == "ok" or name in check.detail
+    assert status == "ok" or (name in check.detail and "1 of 3 are off" in check.detail)
 
 
 def test_models_whose_kernels_cannot_run_fail_with_the_reason(monkeypatch):
