@@ -139,16 +139,14 @@ def distill(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    import json
-
     from bampath.checkpoint import describe
-    from bampath.config import from_json
     from bampath.convert.exporter import export_model
     from bampath.convert.families import hf_config
+    from bampath.inspect import config_of
     from bampath.load import load
 
     folder_to_make(options.out)
-    hf_config(from_json(json.dumps(describe(options.checkpoint).config)).model, True)
+    hf_config(config_of(describe(options.checkpoint)).model, True)  # what cannot be said there is refused at once
     loaded = load(options.checkpoint)
     export_model(options.out, loaded.config.model, loaded.params, dtype=options.dtype, tokenizer=loaded.tokenizer.file)
     print(options.out)
