@@ -122,6 +122,8 @@ def file_to_write(path: str | Path, option: str) -> Path:
 def folder_to_make(path: Path) -> None:
     """FileExistsError for a folder that has something in it, another OSError if it cannot be made or written: to be
     asked before the work whose results it is for."""
+    if path.is_symlink() and not path.exists():
+        raise FileExistsError(f"{path} is a link to what is not there; choose another folder")
     if path.is_dir() and any(path.iterdir()):
         raise FileExistsError(f"{path} is not empty; choose another folder")
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

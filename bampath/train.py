@@ -105,12 +105,13 @@ def fit(
     if not isinstance(config, Config):
         raise TypeError(f"config={config!r} is no Config; bampath.config.get('tiny', 'train.steps=100') makes one")
     distributed.check_joined()
-    run_dir, out = Path(run_dir).absolute(), heedless(out or sys.stdout)
+    run_dir, out = Path(run_dir).absolute(), out or sys.stdout
     model, rows = build_model(config), sharding.local_rows(sharding.mesh_of(config), config.data.batch_size)
     declared = declare(model)
     with ExitStack() as stack, distributed.losses_in_words():
-        if not distributed.lead():  # one process speaks and writes for all
+        if out is None or not distributed.lead():  # one process speaks and writes for all
             out = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        out = heedless(out)
         lock = stack.enter_context(RunLock(run_dir))
         if resume and distributed.lead() and run_dir.is_dir():
             lock.take()
@@ -284,5 +285,5 @@ def _numbers(values: Any) -> dict[str, float]:
     """What an `evaluate` gave. TypeError if it is no dict of numbers."""
     try:
         return {str(name): float(value) for name, value in values.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise TypeError(f"evaluate gave {values!r}; it must be a dict of numbers, such as {{'loss': 2.5}}") from None

@@ -37,6 +37,7 @@ def export_model(
         raise ConversionError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     raw = hf_config(config, _shared_norms(config, params))
     folder_to_make(folder)
+    folder = folder.resolve()  # what a link or "." stands for: a new folder takes its place
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

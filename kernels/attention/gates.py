@@ -50,7 +50,8 @@ def _by_places(high: Array, low: Array, started: Array) -> Pair:
     done the same way, every place from the one before it. Two additions a token at any length."""
     length = high.shape[1]
     size = max(min(RADIX, length), 1)
-    chunks = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), (0, 0))).reshape(x.shape[0], -1, size, x.shape[2])
+    split = (high.shape[0], -(-length // size), size, high.shape[2])
+    chunks = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), (0, 0))).reshape(*split[:3], x.shape[2])
     high, low, started = chunks(high), chunks(low), chunks(started)
     at = lambda i, *arrays: tuple(lax.dynamic_index_in_dim(x, i, 2, keepdims=False) for x in arrays)
     first, before = 1, at(0, high, low)
@@ -66,7 +67,7 @@ def _by_places(high: Array, low: Array, started: Array) -> Pair:
         return own, (write(sums[0], own[0]), write(sums[1], own[1]))
 
     _, sums = lax.fori_loop(first, size, body, (before, (high, low)))
-    high, low = (x.reshape(x.shape[0], -1, x.shape[3])[:, :length] for x in sums)
+    high, low = (x.reshape(split[0], split[1] * size, split[3])[:, :length] for x in sums)
     return high, low
 
 
@@ -80,7 +81,8 @@ def _by_chunks(high: Array, low: Array, started: Array) -> Pair:
 def _chunked(high: Array, low: Array, started: Array) -> Pair:
     """`_by_chunks` of pairs [B, H, S]."""
     length = high.shape[2]
-    chunks = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -length % RADIX))).reshape(*x.shape[:2], -1, RADIX)
+    split = (-(-length // RADIX), RADIX)
+    chunks = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -length % RADIX))).reshape(*x.shape[:2], *split)
     state = chunks(high), chunks(low), chunks(started)
     stride = 1
     while stride < min(RADIX, length):
@@ -90,7 +92,7 @@ def _chunked(high: Array, low: Array, started: Array) -> Pair:
         sums = _chunked(*(x[..., -1] for x in state))
         before = [_shifted(x, 1)[..., None] for x in sums]
         state = _after([*before, jnp.zeros((), bool)], state)
-    high, low = (x.reshape(*x.shape[:2], -1)[..., :length] for x in state[:2])
+    high, low = (x.reshape(*x.shape[:2], split[0] * RADIX)[..., :length] for x in state[:2])
     return high, low
 
 

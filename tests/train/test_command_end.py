@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bampath.command import Stop, end_with_status, fail_gracefully, file_to_write
+from bampath.command import Stop, end_with_status, fail_gracefully, file_to_write, folder_to_make
 
 
 @pytest.mark.parametrize(
@@ -155,3 +155,12 @@ def test_what_is_printed_last_may_find_nobody(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_a_link_to_nowhere_is_no_folder_to_make(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "x")
+    with pytest.raises(FileExistsError, match="link is a link to what is not there; choose another folder"):
+        folder_to_make(tmp_path / "link")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "empty")
+    folder_to_make(tmp_path / "other")

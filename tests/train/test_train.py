@@ -195,9 +195,9 @@ def test_mistakes_from_python_are_named(run, tmp_path):
         fit("tiny", tmp_path / "run")
     with pytest.raises(TypeError, match=r"override \['position=rope'\] is no string such as 'train.steps=100'"):
         config.get("tiny", ["position=rope"])
-    for given in (3, {"a": "b"}, None):
+    for given in (3, {"a": "b"}, None, {"a": 10**400}):
         with pytest.raises(TypeError, match=r"evaluate gave .*; it must be a dict of numbers"):
-            fit(cfg, tmp_path / f"run {given}", evaluate=lambda now, given=given: given, out=io.StringIO())
+            fit(cfg, tmp_path / f"run {str(given)[:9]}", evaluate=lambda now, given=given: given, out=io.StringIO())
 
 
 def test_a_folder_that_cannot_be_made_is_named(run, monkeypatch, tmp_path):
@@ -223,4 +223,12 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(run, tmp_path):
     os.close(read_end)
     with os.fdopen(write_end, "w") as out:
         again = fit(cfg, tmp_path / "run", out=out)
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
+
+
+def test_a_run_needs_no_output_at_all(run, tmp_path, monkeypatch):
+    """As under `>&-`, where Python has none."""
+    _, cfg, result, _ = run
+    monkeypatch.setattr("sys.stdout", None)
+    again = fit(cfg, tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, again.params, result.params)

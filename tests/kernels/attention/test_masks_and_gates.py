@@ -85,6 +85,12 @@ def test_both_forms_of_gate_sums_are_those_of_float64(form: Any, length: int) ->
     np.testing.assert_allclose(np.asarray(got[0], np.float64) + np.asarray(got[1]), want, rtol=3e-14)
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 2), (0, 40, 2), (2, 40, 0), (1, 0, 2)])
+def test_sums_of_no_gates_are_none(shape: tuple[int, ...]) -> None:
+    high, low = jax.jit(running_sums)(jnp.zeros(shape))
+    assert high.shape == low.shape == shape
+
+
 @pytest.mark.parametrize("form", [gate_sums._by_places, gate_sums._by_chunks])
 @pytest.mark.parametrize("length", [1, 16, 17, 250, 257, 4099])  # one chunk, one level of them, two, three
 @pytest.mark.parametrize("shut", [False, True])
