@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bam_h200 import kept, summary
 from experiments.tables import passkey_table
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +22,18 @@ def test_the_readme_shows_the_table_of_the_committed_results() -> None:
     shown = re.search(r"<!-- passkey table -->\n(.*?)\n<!-- end of passkey table -->", readme, re.DOTALL)
     assert shown is not None
     assert shown.group(1) == passkey_table(results)
+
+
+def test_the_readmes_show_the_tables_of_the_committed_results_of_the_gpu() -> None:
+    rows = kept.read(ROOT / "experiments/bam_h200/results.json")["rows"]
+    speed = json.loads((ROOT / "experiments/bam_h200/speed.json").read_text(encoding="utf-8"))
+    keys, rates = summary.key_table(rows), summary.rate_table(speed)
+    front, study = [
+        (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "experiments/bam_h200/README.md")
+    ]
+    assert "\n".join([summary.KEYS[0], keys, summary.KEYS[1]]) in front
+    for page in (front, study):
+        assert "\n".join([summary.RATES[0], rates, summary.RATES[1]]) in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

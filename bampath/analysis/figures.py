@@ -228,10 +228,10 @@ def _by_depth(rows: list[Row], places: np.ndarray) -> np.ndarray:
 
 
 def short_names(cases: Iterable[str]) -> dict[str, str]:
-    """Specs without their options, where that leaves no two alike: for legends and panel titles."""
+    """Specs without their options, for legends and panel titles; with them where two would else be alike: then none
+    is shortened, as a name without options would read as the scheme by default."""
     bare = {case: re.sub(r"\([^()]*\)", "", case) for case in cases}
-    alike = [name for name in bare.values() if list(bare.values()).count(name) > 1]
-    return {case: case if name in alike else name for case, name in bare.items()}
+    return bare if len(set(bare.values())) == len(bare) else {case: case for case in bare}
 
 
 def short_number(n: int) -> str:

@@ -10,7 +10,7 @@ SCHEMES = (
     *("bam+ssmax", "rope", "alibi", "path+fox(bias=5)", "bam", "nope", "sinusoidal", "fox(bias=5)", "path"),
     *("path+bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
 )
-LOOKED_AT = ("bam+ssmax", "rope", "alibi")  # the cases whose attention is kept
+LOOKED_AT = ("bam+ssmax", "bam+ssmax(init=0.2)", "rope", "alibi")  # the cases whose attention is kept
 # Of the retrieval documents in the training text: every row ends in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
 # What a case may change of the text: how rows are made of it. The text, its tokens and the questions all cells share.

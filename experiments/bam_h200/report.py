@@ -1,6 +1,7 @@
 """results.json (and speed.json) to report.md and figures: `python -m experiments.bam_h200.report FOLDER`.
 
-`--publish` copies results, report and figures beside this script and writes the numbers into its README.
+`--publish` copies results, report and figures beside this script and writes the numbers into its README
+and the repository's.
 """
 
 import argparse
@@ -18,23 +19,29 @@ from PIL import Image
 from bampath.analysis import exponent_figure, heatmap_figure, passkey_figure, perplexity_figure, prior_figure, save
 from bampath.analysis.figures import short_number
 from bampath.command import fail_gracefully
-from experiments.bam_h200 import kept
+from experiments.bam_h200 import kept, summary
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
 from experiments.bam_h200.config import SCHEMES, Cell
 from experiments.bam_h200.marks import marks
 from experiments.bam_h200.repeats import repeat_table
 from experiments.bam_h200.slim import with_curves
+from experiments.bam_h200.tables import (
+    attention_table,
+    digit_table,
+    finder_table,
+    niah_table,
+    prior_table,
+    speed_table,
+)
 from experiments.extrapolation.config import slug
 from experiments.tables import (
     by,
     findings,
     passkey_table,
     perplexity_table,
-    pooled,
     replace_between,
     seed_table,
-    table,
     time_table,
 )
 
@@ -44,8 +51,14 @@ HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 # A figure holds eight lines that can be told apart.
 GROUPS = {
-    "": ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "path+fox(bias=5)", "path", "alibi", "rope"),
-    "-more": ("bam+ssmax", "nope+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "rope+ssmax", "alibi+ssmax"),
+    "": (
+        *("path+bam+ssmax", "bam+ssmax(init=0.2)", "bam+ssmax", "bam", "nope+ssmax(init=0.2)"),
+        *("fox(bias=5)", "alibi", "rope"),
+    ),
+    "-starts": tuple(
+        f"{name}+ssmax{start}" for name in ("bam", "nope", "rope", "alibi") for start in ("(init=0.2)", "")
+    ),
+    "-more": ("bam+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "path+fox(bias=5)", "path"),
     "-ablations": (
         *("bam+ssmax", "bam+ssmax(init=0.2)", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)"),
         *("bam+ssmax @ clamped", "bam(init=laplace)+ssmax", "bam", "bam+ssmax @ model.heads=16"),
@@ -53,9 +66,12 @@ GROUPS = {
     "-path": ("path+bam+ssmax", "path+ssmax", "path+bam", "path+fox(bias=5)", "path"),
 }
 WITHOUT_PERPLEXITY = ("-ablations", "-path")  # their lines lie on each other
-BY_DEPTH = ("path+bam+ssmax", "bam+ssmax", "bam", "fox(bias=5)", "alibi", "rope")  # the cases of the figure by depth
+BY_DEPTH = (  # the cases of the figure by depth
+    *("path+bam+ssmax", "path+ssmax", "bam+ssmax(init=0.2)", "bam+ssmax", "bam", "nope+ssmax(init=0.2)"),
+    *("fox(bias=5)", "alibi", "rope"),
+)
 # The cases whose learned priors are drawn: the tables have all of them.
-DRAWN_PRIORS = ("bam", "bam+ssmax", "path+bam+ssmax")
+DRAWN_PRIORS = ("bam", "bam+ssmax", "bam+ssmax(init=0.2)", "path+bam+ssmax")
 COLOURS = 96  # of a figure's file, which is then a third as large
 
 
@@ -106,114 +122,6 @@ def seeds_told(runs: Sequence[Row]) -> str:
     for case, own in by(runs, "case").items():
         counts.setdefault(len({row["seed"] for row in own}), []).append(f"`{case}`")
     return ", ".join(f"{n} seed{'s' * (n > 1)} of {', '.join(cases)}" for n, cases in sorted(counts.items())[::-1])
-
-
-def niah_table(part: dict[str, Any]) -> str:
-    """RULER's single needles: share of answers begun right, pooled over seeds, and in brackets that of their tokens."""
-    rows = [row for row in part["rows"] if row["benchmark"] == "niah"]
-    lengths = sorted({row["length"] for row in rows})
-    body = []
-    for case, mine in by(rows, "case").items():
-        for task, own in sorted(by(mine, "task").items()):
-            cells = []
-            for length in lengths:
-                same = [row for row in own if row["length"] == length]
-                tokens = np.mean([row["token_accuracy"] for row in same]) if same else 0.0
-                cells.append(f"{pooled(same)} ({tokens:.2f})" if same else "")
-            body.append([f"`{case}`", task.removeprefix("niah_"), *cells])
-    return table(["scheme", "task", *map(short_number, lengths)], body)
-
-
-def digit_table(part: dict[str, Any]) -> str:
-    """Share of the keys' digits that are right, mean over seeds, and in brackets the seeds."""
-    rows = [row for row in part["rows"] if row["benchmark"] == "passkey"]
-    lengths = sorted({row["length"] for row in rows})
-    body = []
-    for case, own in by(rows, "case").items():
-        cells = []
-        for length in lengths:
-            shares = [r["token_accuracy"] for r in sorted(own, key=lambda r: r["seed"]) if r["length"] == length]
-            cells.append(f"{np.mean(shares):.2f} ({', '.join(f'{x:.2f}' for x in shares)})" if shares else "")
-        body.append([f"`{case}`", *cells])
-    return table(["scheme", *map(short_number, lengths)], body)
-
-
-def prior_table(part: dict[str, Any]) -> str:
-    """How many heads of all seeds fall into each of BAM's clusters, the range of theta_beta, and SSMax's s."""
-    rows = [row for row in part["rows"] if row["benchmark"] == "prior" and "bam/theta_beta" in row["parameters"]]
-    if not rows:
-        return ""
-    kinds = ("local", "uniform", "retrieval", "anti-local")
-    head = ["scheme", "heads", *kinds, "theta_beta", "theta_alpha", "SSMax's s"]
-    body = []
-    for case, own in by(rows, "case").items():
-        of = lambda name, own=own: [row["parameters"][name] for row in own if name in row["parameters"]]
-        span = lambda values: f"{min(values):.2f} … {max(values):.2f}" if values else ""
-        counts = [str(sum(row["regime"] == kind for row in own)) for kind in kinds]
-        spans = [span(of(name)) for name in ("bam/theta_beta", "bam/theta_alpha", "ssmax/scale")]
-        body.append([f"`{case}`", str(len(own)), *counts, *spans])
-    return table(head, body)
-
-
-def attention_table(part: dict[str, Any]) -> str:
-    """The largest weight of any head on the sentence with the key, mean over seeds, and which head it is."""
-    rows = [row for row in part["rows"] if row["benchmark"] == "attention"]
-    if not rows:
-        return ""
-    lengths = sorted({row["length"] for row in rows})
-    head = ["scheme", *(f"at {short_number(length)}" for length in lengths)]
-    body = []
-    for case, own in by(rows, "case").items():
-        cells = []
-        for length in lengths:
-            runs = by([row for row in own if row["length"] == length], "seed").values()
-            best = [max(run, key=lambda row: row["needle"]) for run in runs]
-            names = ", ".join(f"{row['layer']}.{row['head']}" for row in best)
-            cells.append(f"{np.mean([row['needle'] for row in best]):.2f} (layer.head {names})" if best else "")
-        body.append([f"`{case}`", *cells])
-    return table(head, body)
-
-
-def finder_table(part: dict[str, Any], least: float = 0.5) -> str:
-    """The heads with at least that weight on the key's sentence at the longest prompt looked at, and their priors."""
-    rows = [row for row in part["rows"] if row["benchmark"] == "attention"]
-    farthest = max((row["length"] for row in rows), default=0)
-    name = lambda row: (row["case"], row["seed"], row["layer"], row["head"])
-    priors = {name(row): row["parameters"] for row in part["rows"] if row["benchmark"] == "prior"}
-    shown = [row for row in rows if row["length"] == farthest and row["needle"] >= least]
-    shown = [row for row in shown if "bam/theta_beta" in priors.get(name(row), {})]
-    body = []
-    for row in sorted(shown, key=name):
-        own = priors[name(row)]
-        values = [f"{own[key]:.2f}" for key in ("bam/theta_beta", "bam/theta_alpha", "ssmax/scale") if key in own]
-        rank = sorted(p["bam/theta_beta"] for key, p in priors.items() if key[:2] == name(row)[:2])
-        place = f"{1 + rank.index(own['bam/theta_beta'])} of {len(rank)}"
-        where = f"{row['layer']}.{row['head']}"
-        body.append([f"`{row['case']}`", str(row["seed"]), where, f"{row['needle']:.2f}", *values, place])
-    if not body:
-        return ""
-    head = ["scheme", "seed", "layer.head", f"weight at {short_number(farthest)}", "theta_beta", "theta_alpha"]
-    return table([*head, "SSMax's s", "theta_beta's rank in its model"], body)
-
-
-def speed_table(speed: dict[str, Any]) -> str:
-    """Tokens per second, MFU and ratios of the train steps that speed.py measured, and why others failed."""
-    head = ["shape", "B × T", "what", "tokens/s", "MFU", "GiB", "over PyTorch", "over our RoPE", "date, commit"]
-    body, failed = [], list[str]()
-    for row in speed["rows"]:
-        if "failed" in row:
-            body.append([row["shape"], f"{row['B']} × {row['T']:,}", f"`{row['case']}`", "failed", *[""] * 5])
-            failed.append(f"- `{row['case']}` at {row['shape']} failed: {row['failed']}")
-            continue
-        ratio = lambda name, row=row: f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
-        memory = f"{row['memory_bytes'] / 2**30:.1f}" if row["memory_bytes"] else ""
-        mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
-        rate = f"{row['tokens_per_second']:,.0f}"
-        cells = [f"{row['B']} × {row['T']:,}", f"`{row['case']}`", rate, mfu, memory, ratio("torch"), ratio("rope")]
-        commit = row.get("commit", "")
-        cells.append(", ".join(filter(None, [row.get("date", "")[:10], commit[:7] + commit[40:]])))
-        body.append([row["shape"], *cells])
-    return "\n\n".join([table(head, body), *(["\n".join(failed)] if failed else [])])
 
 
 def write_figures(folder: Path, rows: Sequence[Row]) -> dict[Part, list[str]]:
@@ -352,14 +260,18 @@ def write_report(folder: Path, speed: Path | None = None) -> Path:
     shutil.rmtree(folder / "figures", ignore_errors=True)
     (folder / "figures").mkdir()
     figures = write_figures(folder / "figures", results["rows"])
-    rates = json.loads(speed.read_text(encoding="utf-8")) if speed is not None and speed.exists() else None
     path = folder / "report.md"
-    path.write_text(report(results, figures, rates), encoding="utf-8")
+    path.write_text(report(results, figures, _rates(speed)), encoding="utf-8")
     return path
 
 
-def publish(folder: Path, here: Path = HERE) -> None:
-    """Copy what `write_report` made into `here`, and the main numbers into its README."""
+def _rates(speed: Path | None) -> dict[str, Any] | None:
+    """What speed.py has written, if it is there."""
+    return json.loads(speed.read_text(encoding="utf-8")) if speed is not None and speed.exists() else None
+
+
+def publish(folder: Path, speed: Path | None = None, here: Path = HERE, front: Path = summary.FRONT) -> None:
+    """Copy what `write_report` made into `here`, and the main numbers into its README and the repository's."""
     results = kept.read(folder / "results.json")
     if folder.resolve() != here.resolve():
         kept.write(here / "results.json", results)
@@ -379,6 +291,7 @@ def publish(folder: Path, here: Path = HERE) -> None:
         shown = [head, passkey_table(part), *far_note(part), told]
         blocks += [f"### {title(key)}", *filter(None, shown)]
     replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
+    summary.write(results["rows"], _rates(speed), front, here / "README.md")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -393,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     print(write_report(options.folder, options.speed))
     if options.publish:
-        publish(options.folder)
+        publish(options.folder, options.speed)
 
 
 if __name__ == "__main__":

@@ -130,5 +130,6 @@ def test_prior_figures():
 
 def test_names_for_people():
     assert [short_number(n) for n in (96, 128, 1024, 1536, 65536, 1 << 20)] == ["96", "128", "1k", "1,536", "64k", "1M"]
-    names = short_names(["bam(init=slopes)+ssmax", "ssmax(s=1)", "ssmax(s=2)"])
-    assert list(names.values()) == ["bam+ssmax", "ssmax(s=1)", "ssmax(s=2)"]
+    assert list(short_names(["bam(init=slopes)+ssmax", "fox(bias=5)"]).values()) == ["bam+ssmax", "fox"]
+    alike = ["bam+ssmax", "bam+ssmax(init=0.2)", "nope+ssmax(init=0.2)", "rope"]
+    assert short_names(alike) == {case: case for case in alike}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments import tables
-from experiments.bam_h200 import kept, marks, merge, report
+from experiments.bam_h200 import kept, marks, merge, report, summary
 from experiments.bam_h200.repeats import repeat_table
 
 
@@ -69,27 +69,60 @@ def test_the_report_says_whether_the_marks_are_reached_and_by_whom() -> None:
             "nope": {2048: (0.85, 0.9)},
         }
     )
-    near, far = marks.marks(part)
+    near, others_near, far, others_far = marks.marks(part)
     assert near == (
         "4× the training length: `bam+ssmax` 0.95 (seeds 1.00, 0.90, 0.95), mark 0.9: reached. "
-        "`rope` 0.03 (seeds 0.00, 0.10, 0.00). "
-        "Others that reach it: `path+bam+ssmax` 1.00 (seeds 1.00, 1.00); `fox` 0.90 (one seed)."
+        "`rope` 0.03 (seeds 0.00, 0.10, 0.00)."
     )
-    assert far == (
-        "32× the training length: `bam+ssmax` 0.70 (seeds 0.90, 0.50, 0.70), mark 0.7: reached. "
-        "Others that reach it: `path+bam+ssmax` 0.78 (seeds 0.75, 0.80)."
-    )
-    alone, _ = marks.marks({**part, "rows": [row for row in part["rows"] if row["seed"] == 1]})
+    assert others_near == "4×, others that reach 0.9: `path+bam+ssmax` 1.00 (seeds 1.00, 1.00); `fox` 0.90 (one seed)."
+    assert far == "32× the training length: `bam+ssmax` 0.70 (seeds 0.90, 0.50, 0.70), mark 0.7: reached."
+    assert others_far == "32×, others that reach 0.7: `path+bam+ssmax` 0.78 (seeds 0.75, 0.80)."
+    alone, *_ = marks.marks({**part, "rows": [row for row in part["rows"] if row["seed"] == 1]})
     assert "`bam+ssmax` 0.90 (one seed), mark 0.9: reached. `rope` 0.10 (one seed)." in alone
     assert marks.marks({**part, "rows": [row for row in part["rows"] if row["case"] == "rope"]}) == []
 
 
 def test_seeds_that_the_recipe_was_chosen_on_stand_beside_fresh_ones() -> None:
-    (line,) = marks.marks(_part({"bam+ssmax": {16384: (1.0, 0.35, 0.95, 0.35, 0.5, 0.7)}}))
+    part = _part({"bam+ssmax": {16384: (1.0, 0.35, 0.95, 0.35, 0.5, 0.7)}})
+    line, others = marks.marks(part)
     assert line == (
         "32× the training length: `bam+ssmax` 0.64 (seeds 1.00, 0.35, 0.95, 0.35, 0.50, 0.70), mark 0.7: not reached; "
-        "over seeds 0, 1, 2 alone 0.77: reached; over seeds 3, 4, 5 alone 0.52: not reached. No other case reaches it."
+        "seeds 0, 1, 2 alone 0.77: reached; seeds 3, 4, 5 alone 0.52: not reached."
     )
+    assert others == "32×, others that reach 0.7: none."
+    larger = {**part, "rows": [row | {"size": "120m"} for row in part["rows"]]}
+    assert "; seed 0 alone 1.00: reached; seeds 1, 2, 3, 4, 5 alone 0.57: not reached." in marks.marks(larger)[0]
+
+
+def test_the_best_recipe_stands_first_with_the_others_in_the_same_recipe() -> None:
+    shares = {"rope": 0.1, "bam+ssmax": 0.5, "rope+ssmax(init=0.2)": 0.95, "bam+ssmax(init=0.2)": 1.0}
+    best, plain, others = marks.marks(_part({case: {2048: (share,)} for case, share in shares.items()}))
+    assert best == (
+        "4× the training length: `bam+ssmax(init=0.2)` 1.00 (one seed), mark 0.9: reached. "
+        "`rope+ssmax(init=0.2)` 0.95 (one seed); `rope` 0.10 (one seed)."
+    )
+    assert plain.startswith("4× the training length: `bam+ssmax` 0.50 (one seed), mark 0.9: not reached. `rope` 0.10")
+    assert others == "4×, others that reach 0.9: `rope+ssmax(init=0.2)` 0.95 (one seed)."
+
+
+def test_the_short_table_has_the_sizes_side_by_side() -> None:
+    part = _part({"rope": {2048: (0.5, 0.1), 16384: (0.0, 0.05)}, "alibi": {2048: (1.0,)}, "fox": {2048: (1.0,)}})
+    asked = [*part["rows"], _row("alibi", 0, 32768, 0.25) | {"size": "120m"}]
+    trained = [row | {"benchmark": "training", "train_length": 512} for row in asked]
+    assert summary.key_table([*asked, *trained]).splitlines() == [
+        "| scheme | 32M: seeds | 4× | 32× | 64× | 96M: seeds | 4× | 32× | 64× |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| `rope` | 2 | 0.30 | 0.03 |  |  |  |  |  |",
+        "| `alibi` | 1 | 1.00 |  |  | 1 |  |  | 0.25 |",
+    ]
+
+
+def test_the_short_table_of_rates_leaves_out_what_failed_or_was_not_measured() -> None:
+    row = lambda case, **more: {"shape": "432m", "B": 16, "T": 2048, "case": case, "mfu": 0.5, "ratio": {}} | more
+    speed = {
+        "rows": [row("rope", ratio={"torch": 1.25}), row("bam+ssmax", failed="no room"), row("path+fox", mfu=None)]
+    }
+    assert summary.rate_table(speed).splitlines()[2:] == ["| 432m, 16 × 2,048 | 1.25 (50.0%) |  |  |  |"]
 
 
 def test_the_report_says_who_was_asked_far_lengths() -> None:
@@ -104,7 +137,7 @@ def test_the_report_says_who_was_asked_far_lengths() -> None:
 def test_what_is_drawn_of_a_part() -> None:
     """A case alone in a later group is drawn, a group whose cases are all drawn is not, and nothing without a key."""
     names = lambda shares: [name for name, _ in report.figures_of(_part(shares))]
-    assert names({"nope+ssmax": {512: (1.0,)}}) == ["passkey-more", "passkey-depth"]
+    assert names({"nope+ssmax": {512: (1.0,)}}) == ["passkey-starts", "passkey-depth"]
     assert names({"bam+ssmax": {512: (1.0,)}, "rope": {512: (0.5,)}}) == ["passkey", "passkey-depth"]
     assert names({"bam+ssmax": {512: (1.0,)}, "bam+ssmax @ clamped": {512: (0.5,)}})[1] == "passkey-ablations"
     assert names({"rope": {512: (0.0,)}}) == []
@@ -115,7 +148,9 @@ def test_a_study_without_figures_is_published(tmp_path: Path) -> None:
     folder, here = tmp_path / "study", tmp_path / "here"
     (here / "figures").mkdir(parents=True)
     (here / "figures" / "old.png").touch()
-    (here / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    front, marked = tmp_path / "README.md", "\n".join([*summary.KEYS, *summary.RATES])
+    (here / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n{marked}\n", encoding="utf-8")
+    front.write_text(marked, encoding="utf-8")
     folder.mkdir()
     trained = {"steps": 50, "tokens": 9, "train_length": 512, "loss": 1.0, "parameters": 1, "positional_parameters": 0}
     trained |= {"training_seconds": 1.0, "evaluation_seconds": 1.0, "tokens_per_second": 9.0}
@@ -124,9 +159,10 @@ def test_a_study_without_figures_is_published(tmp_path: Path) -> None:
     env = {"date": "2026-01-01", "device": "cpu", "platform": "Linux", "jax": "1", "commit": None}
     (folder / "results.json").write_text(json.dumps({"env": env, "rows": made}), encoding="utf-8")
     report.write_report(folder)
-    report.publish(folder, here)
+    report.publish(folder, here=here, front=front)
     assert list((here / "figures").iterdir()) == []
     assert "| `nope` | 0.00 [0.00, 0.16] |" in (here / "README.md").read_text(encoding="utf-8")
+    assert "| `nope` | 1 |  |  |  |" in front.read_text(encoding="utf-8")
 
 
 def test_figures_join_windows_to_half_octaves() -> None:
