@@ -35,7 +35,8 @@ class Passkey:
 
 
 class Perplexity:
-    """`bampath.evaluation.perplexity` on rows of the longest of the lengths; samples: how many rows at most."""
+    """`bampath.evaluation.perplexity` on rows of the longest length that the text has any of, which have all shorter
+    ones in them; samples: how many rows at most."""
 
     NAME = "perplexity"
     LENGTHS = "16x"
@@ -49,12 +50,13 @@ class Perplexity:
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         corpus = load_corpus(perplexity.held_out(session.data, args.text), "validation", session.tokenizer)
-        length = max(session.lengths)
-        with session.unless_unfit(self.NAME, length):
-            rows = perplexity.rows_of(corpus, length, limit=session.samples)
-            window = min(session.train_length, length)
-            result = perplexity.loss_by_position(session.reader, rows, window, batch_tokens=session.batch_tokens)
-            session.add(*result.rows(text=corpus.info["source"]))
+        for length in sorted(session.lengths, reverse=True):
+            with session.unless_unfit(self.NAME, length):
+                rows = perplexity.rows_of(corpus, length, limit=session.samples)
+                window = min(session.train_length, length)
+                result = perplexity.loss_by_position(session.reader, rows, window, batch_tokens=session.batch_tokens)
+                session.add(*result.rows(text=corpus.info["source"]))
+                return
 
 
 def _module(name: str) -> Any:

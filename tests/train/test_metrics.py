@@ -189,6 +189,7 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more():
         for step in (2, 3):
             shown.show(step, {"loss": 2.0}, None)
         shown.say("done")
+        heedless(out).writelines(["more\n", "and more\n"])
 
 
 def test_a_step_that_is_no_number_is_no_record(tmp_path):
