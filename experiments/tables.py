@@ -132,8 +132,20 @@ def by(rows: Sequence[Row], key: str) -> dict[Any, list[Row]]:
 
 def replace_between(path: Path, begin: str, end: str, text: str) -> None:
     """Put the lines of `text` between two marks of a file, in place of what stands there. ValueError without marks."""
+    before, after = _around(path, begin, end)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def require_marks(path: Path, *marks: tuple[str, str]) -> None:
+    """ValueError for a file that lacks one of these pairs of marks: to be asked before anything is written."""
+    for begin, end in marks:
+        _around(path, begin, end)
+
+
+def _around(path: Path, begin: str, end: str) -> tuple[str, str]:
+    """What stands before and after two marks of a file."""
     before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closing, after = rest.partition(end)
     if not mark or not closing:
         raise ValueError(f"{path} has no {begin!r} … {end!r} to write between")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    return before, after

@@ -9,8 +9,9 @@ os.environ["BAMPATH_CACHE"] = os.path.join(tempfile.gettempdir(), f"bampath-test
 # The suite's time is compile time: LLVM without its optimiser, and XLA without its emitters of fusions where it can do
 # without them (an unknown flag ends the process), each take half of it and change no semantics.
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    ["--xla_backend_optimization_level=0"]
     + ["--xla_cpu_use_fusion_emitters=false"] * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11))
+    + [os.environ.get("XLA_FLAGS", "")]  # last, as the last of two counts
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

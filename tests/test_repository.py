@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bam_h200 import kept, summary
+from experiments.bam_h200 import kept, report, summary
 from experiments.tables import passkey_table
 
 ROOT = Path(__file__).parent.parent
@@ -25,13 +25,15 @@ def test_the_readme_shows_the_table_of_the_committed_results() -> None:
 
 
 def test_the_readmes_show_the_tables_of_the_committed_results_of_the_gpu() -> None:
-    rows = kept.read(ROOT / "experiments/bam_h200/results.json")["rows"]
+    results = kept.read(ROOT / "experiments/bam_h200/results.json")
+    rows = results["rows"]
     speed = json.loads((ROOT / "experiments/bam_h200/speed.json").read_text(encoding="utf-8"))
     keys, rates = summary.key_table(rows), summary.rate_table(speed)
     front, study = [
         (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "experiments/bam_h200/README.md")
     ]
     assert "\n".join([summary.KEYS[0], keys, summary.KEYS[1]]) in front
+    assert f"{report.BEGIN}\n{report.readme_block(results)}\n{report.END}" in study
     for page in (front, study):
         assert "\n".join([summary.RATES[0], rates, summary.RATES[1]]) in page
 

@@ -41,6 +41,7 @@ from experiments.tables import (
     passkey_table,
     perplexity_table,
     replace_between,
+    require_marks,
     seed_table,
     time_table,
 )
@@ -77,7 +78,7 @@ COLOURS = 96  # of a figure's file, which is then a third as large
 
 def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
     """(size, mix, changes of the data) -> what the shared tables read, schemes in the study's order and ablations
-    behind them.
+    behind them. ValueError for rows of a part without any of training.
 
     What cases change of the data is a recipe of its own and has its own part, in which they are named without it.
     """
@@ -90,6 +91,9 @@ def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
         part["rows"].append(row)
         if "train_length" in row:
             part["study"].setdefault("train_length", row["train_length"])
+    for key, part in found.items():
+        if "train_length" not in part["study"]:
+            raise ValueError(f"{title(key)}: there are rows of what was asked and none of training")
     return found
 
 
@@ -257,6 +261,7 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str], again: str)
 def write_report(folder: Path, speed: Path | None = None) -> Path:
     """Read folder/results.json, write folder/figures and folder/report.md; returns the latter's path."""
     results = kept.read(folder / "results.json")
+    parts_of(results["rows"])  # which refuses what cannot be shown, while the older figures are there
     shutil.rmtree(folder / "figures", ignore_errors=True)
     (folder / "figures").mkdir()
     figures = write_figures(folder / "figures", results["rows"])
@@ -266,18 +271,30 @@ def write_report(folder: Path, speed: Path | None = None) -> Path:
 
 
 def _rates(speed: Path | None) -> dict[str, Any] | None:
-    """What speed.py has written, if it is there."""
-    return json.loads(speed.read_text(encoding="utf-8")) if speed is not None and speed.exists() else None
+    """What speed.py has written, if it shall be shown."""
+    return None if speed is None else json.loads(speed.read_text(encoding="utf-8"))
 
 
 def publish(folder: Path, speed: Path | None = None, here: Path = HERE, front: Path = summary.FRONT) -> None:
-    """Copy what `write_report` made into `here`, and the main numbers into its README and the repository's."""
+    """Copy what `write_report` made into `here`, and the main numbers into its README and the repository's.
+
+    ValueError, before anything is written, if a page has no place for them or there are none for the front page.
+    """
     results = kept.read(folder / "results.json")
+    summary.key_table(results["rows"])
+    require_marks(here / "README.md", (BEGIN, END), summary.RATES)
+    require_marks(front, summary.KEYS, summary.RATES)
     if folder.resolve() != here.resolve():
         kept.write(here / "results.json", results)
         shutil.copy(folder / "report.md", here / "report.md")
         shutil.rmtree(here / "figures", ignore_errors=True)
         shutil.copytree(folder / "figures", here / "figures")
+    replace_between(here / "README.md", BEGIN, END, readme_block(results))
+    summary.write(results["rows"], _rates(speed), front, here / "README.md")
+
+
+def readme_block(results: dict[str, Any]) -> str:
+    """What the study's README shows of the results, part by part."""
     blocks = []
     for key, part in parts_of(results["rows"]).items():
         told = "\n".join(f"- {line}" for line in [*marks(part), *findings(part)])
@@ -290,8 +307,7 @@ def publish(folder: Path, speed: Path | None = None, here: Path = HERE, front: P
         )
         shown = [head, passkey_table(part), *far_note(part), told]
         blocks += [f"### {title(key)}", *filter(None, shown)]
-    replace_between(here / "README.md", BEGIN, END, "\n" + "\n\n".join(blocks) + "\n")
-    summary.write(results["rows"], _rates(speed), front, here / "README.md")
+    return "\n" + "\n\n".join(blocks) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -301,12 +317,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="where results.json is")
-    parser.add_argument("--speed", type=Path, default=HERE / "speed.json", help="speed.py's results, if they are there")
+    parser.add_argument("--speed", type=Path, help="speed.py's results (default: those beside this script, if any)")
     parser.add_argument("--publish", action="store_true", help="copy everything beside this script")
     options = parser.parse_args(argv)
-    print(write_report(options.folder, options.speed))
+    beside = HERE / "speed.json"
+    speed = options.speed or (beside if beside.exists() else None)
+    if speed is not None and not speed.is_file():
+        raise FileNotFoundError(f"--speed {speed}: there is no such file")
+    print(write_report(options.folder, speed))
     if options.publish:
-        publish(options.folder, options.speed)
+        publish(options.folder, speed)
 
 
 if __name__ == "__main__":

@@ -20,22 +20,21 @@ NAMES = {"rope": "RoPE", "bam+ssmax": "BAM+SSMax", "path+fox": "PaTH-FoX"}
 
 
 def key_table(rows: Sequence[Row], mix: str = "retrieval") -> str:
-    """Share of keys found, means over seeds, and how many seeds: a row per case of CASES, side by side the sizes."""
+    """Share of keys found, means over seeds, and how many seeds: a row per case of CASES, side by side the sizes.
+    ValueError if there is none."""
     head, columns = ["scheme"], list[dict[str, list[str]]]()
     for size, name in SIZES.items():
-        own = [row for row in rows if row["size"] == size and row["mix"] == mix]
-        trained = [row for row in own if row["benchmark"] == "training" and row["case"] in CASES]
-        if trained:
+        own = [row for row in rows if row["size"] == size and row["mix"] == mix and row["case"] in CASES]
+        trained = [row for row in own if row["benchmark"] == "training"]
+        asked = by([row for row in own if row["benchmark"] == "passkey"], "case")
+        if trained and asked:
             head += [f"{name}: seeds", *(f"{times}×" for times in TIMES)]
-            asked = [row for row in own if row["benchmark"] == "passkey"]
-            columns.append(
-                {case: _shares(group, trained[0]["train_length"]) for case, group in by(asked, "case").items()}
-            )
-    empty = [""] * (1 + len(TIMES))
+            columns.append({case: _shares(group, trained[0]["train_length"]) for case, group in asked.items()})
+    if not columns:
+        raise ValueError(f"there are no passkeys of the sizes {' and '.join(SIZES)}, mix {mix}, for the table of keys")
     shown = [case for case in CASES if any(case in column for column in columns)]
-    return table(
-        head, [[f"`{case}`", *(cell for column in columns for cell in column.get(case, empty))] for case in shown]
-    )
+    empty = [""] * (1 + len(TIMES))
+    return table(head, [[f"`{case}`", *(x for column in columns for x in column.get(case, empty))] for case in shown])
 
 
 def _shares(rows: Sequence[Row], trained: int) -> list[str]:

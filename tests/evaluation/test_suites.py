@@ -253,7 +253,8 @@ def test_the_page_says_which_prompts_are_longer_than_their_length():
 
 def test_perplexity_reads_the_longest_rows_that_the_text_has(home):
     (home / "seventy.txt").write_text("Fellow citizens of the Senate " * 2 + "and ladies", encoding="utf-8")
-    found = long_suite(home, "seventy.json", lengths="60,100", text=home / "seventy.txt")
-    assert max(row["end"] for row in found["rows"] if row["benchmark"] == "perplexity") == 60
+    found = long_suite(home, "seventy.json", lengths="50,60,100", text=home / "seventy.txt")
+    ends = [row["end"] for row in found["rows"] if row["benchmark"] == "perplexity"]
+    assert (max(ends), len(set(ends))) == (60, len(ends))  # not those of 50 tokens as well
     assert found["skipped"]["perplexity at 100 tokens"].startswith("no row of 101 tokens")
     assert "perplexity at 60 tokens" not in found["skipped"]

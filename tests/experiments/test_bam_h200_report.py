@@ -96,10 +96,11 @@ def test_seeds_that_the_recipe_was_chosen_on_stand_beside_fresh_ones() -> None:
 
 def test_the_best_recipe_stands_first_with_the_others_in_the_same_recipe() -> None:
     shares = {"rope": 0.1, "bam+ssmax": 0.5, "rope+ssmax(init=0.2)": 0.95, "bam+ssmax(init=0.2)": 1.0}
+    shares["alibi+ssmax(init=0.2)"] = 0.3
     best, plain, others = marks.marks(_part({case: {2048: (share,)} for case, share in shares.items()}))
     assert best == (
         "4× the training length: `bam+ssmax(init=0.2)` 1.00 (one seed), mark 0.9: reached. "
-        "`rope+ssmax(init=0.2)` 0.95 (one seed); `rope` 0.10 (one seed)."
+        "`rope+ssmax(init=0.2)` 0.95 (one seed); `alibi+ssmax(init=0.2)` 0.30 (one seed); `rope` 0.10 (one seed)."
     )
     assert plain.startswith("4× the training length: `bam+ssmax` 0.50 (one seed), mark 0.9: not reached. `rope` 0.10")
     assert others == "4×, others that reach 0.9: `rope+ssmax(init=0.2)` 0.95 (one seed)."
@@ -118,7 +119,7 @@ def test_the_short_table_has_the_sizes_side_by_side() -> None:
 
 
 def test_the_short_table_of_rates_leaves_out_what_failed_or_was_not_measured() -> None:
-    row = lambda case, **more: {"shape": "432m", "B": 16, "T": 2048, "case": case, "mfu": 0.5, "ratio": {}} | more
+    row = lambda case, **more: SPEED_ROW | {"case": case, "ratio": {}} | more
     speed = {
         "rows": [row("rope", ratio={"torch": 1.25}), row("bam+ssmax", failed="no room"), row("path+fox", mfu=None)]
     }
@@ -143,26 +144,84 @@ def test_what_is_drawn_of_a_part() -> None:
     assert names({"rope": {512: (0.0,)}}) == []
 
 
-def test_a_study_without_figures_is_published(tmp_path: Path) -> None:
-    """It takes the place of one that had some."""
-    folder, here = tmp_path / "study", tmp_path / "here"
+SPEED_ROW = {"shape": "432m", "B": 16, "T": 2048, "case": "rope", "mfu": 0.5, "ratio": {"torch": 1.25, "rope": 1.0}}
+TRAINED = {"steps": 50, "tokens": 9, "train_length": 256, "loss": 1.0, "parameters": 1, "positional_parameters": 0}
+TRAINED |= {"training_seconds": 1.0, "evaluation_seconds": 1.0, "tokens_per_second": 9.0}
+ENV = {"date": "2026-01-01", "device": "cpu", "platform": "Linux", "jax": "1", "commit": None}
+
+
+def _study(folder: Path, **changes: Any) -> tuple[Path, Path, Path]:
+    """A study's folder, where it is to be published, and the front page."""
+    study, here, front = folder / "study", folder / "here", folder / "README.md"
     (here / "figures").mkdir(parents=True)
     (here / "figures" / "old.png").touch()
-    front, marked = tmp_path / "README.md", "\n".join([*summary.KEYS, *summary.RATES])
-    (here / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n{marked}\n", encoding="utf-8")
-    front.write_text(marked, encoding="utf-8")
-    folder.mkdir()
-    trained = {"steps": 50, "tokens": 9, "train_length": 512, "loss": 1.0, "parameters": 1, "positional_parameters": 0}
-    trained |= {"training_seconds": 1.0, "evaluation_seconds": 1.0, "tokens_per_second": 9.0}
-    asked = _row("nope", 0, 512, 0.0) | {"token_accuracy": 0.0}
-    made = [asked | {"benchmark": "training"} | trained, asked]
-    env = {"date": "2026-01-01", "device": "cpu", "platform": "Linux", "jax": "1", "commit": None}
-    (folder / "results.json").write_text(json.dumps({"env": env, "rows": made}), encoding="utf-8")
-    report.write_report(folder)
-    report.publish(folder, here=here, front=front)
+    marks = "\n".join([*summary.KEYS, *summary.RATES])
+    (here / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n{marks}\n", encoding="utf-8")
+    front.write_text(marks, encoding="utf-8")
+    study.mkdir()
+    asked = _row("nope", 0, 1024, 0.0) | {"token_accuracy": 0.0}
+    made = [row | changes for row in (asked | {"benchmark": "training"} | TRAINED, asked)]
+    (study / "results.json").write_text(json.dumps({"env": ENV, "rows": made}), encoding="utf-8")
+    timed = SPEED_ROW | {"tokens_per_second": 9.0, "memory_bytes": None}
+    (folder / "speed.json").write_text(json.dumps({"rows": [timed]}), encoding="utf-8")
+    return study, here, front
+
+
+def test_a_study_without_figures_is_published(tmp_path: Path) -> None:
+    """It takes the place of one that had some."""
+    study, here, front = _study(tmp_path)
+    path = report.write_report(study, tmp_path / "speed.json")
+    report.publish(study, tmp_path / "speed.json", here=here, front=front)
     assert list((here / "figures").iterdir()) == []
     assert "| `nope` | 0.00 [0.00, 0.16] |" in (here / "README.md").read_text(encoding="utf-8")
-    assert "| `nope` | 1 |  |  |  |" in front.read_text(encoding="utf-8")
+    assert "| `nope` | 1 | 0.00 |  |  |" in front.read_text(encoding="utf-8")
+    for page in (here / "README.md", front):
+        assert "| 432m, 16 × 2,048 | 1.25 (50.0%) |" in page.read_text(encoding="utf-8")
+    rate = "| 432m | 16 × 2,048 | `rope` | 9 | 50.0% |  | 1.25 | 1.00 |"
+    assert rate in path.read_text(encoding="utf-8") == (here / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["here/README.md", "README.md"])
+def test_nothing_is_published_where_a_page_has_no_place(tmp_path: Path, page: str) -> None:
+    study, here, front = _study(tmp_path)
+    report.write_report(study)
+    text = (tmp_path / page).read_text(encoding="utf-8")
+    (tmp_path / page).write_text(text.replace(summary.RATES[1], ""), encoding="utf-8")
+    before = {path: path.read_bytes() for path in (here / "README.md", front)}
+    with pytest.raises(ValueError, match=r"README\.md has no '<!-- train steps on one H200 -->'"):
+        report.publish(study, here=here, front=front)
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(path.name for path in here.rglob("*.*")) == ["README.md", "old.png"]
+
+
+def test_a_study_of_other_sizes_is_not_published(tmp_path: Path) -> None:
+    study, here, front = _study(tmp_path, size="tiny")
+    report.write_report(study)
+    with pytest.raises(ValueError, match="no passkeys of the sizes small and 120m, mix retrieval"):
+        report.publish(study, here=here, front=front)
+    assert not (here / "results.json").exists()
+
+
+def test_rows_without_training_are_refused_while_older_figures_are_there(tmp_path: Path) -> None:
+    study, *_ = _study(tmp_path, benchmark="passkey")
+    rows = [row for row in json.loads((study / "results.json").read_text())["rows"] if "steps" not in row]
+    (study / "results.json").write_text(json.dumps({"env": ENV, "rows": rows}), encoding="utf-8")
+    (study / "figures").mkdir()
+    (study / "figures" / "old.png").touch()
+    with pytest.raises(ValueError, match="Size small, mix retrieval: there are rows of what was asked and none of"):
+        report.write_report(study)
+    assert (study / "figures" / "old.png").exists()
+
+
+def test_speeds_named_by_hand_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"--speed .*nowhere\.json: there is no such file"):
+        report.main([str(tmp_path), "--speed", str(tmp_path / "nowhere.json")])
+
+
+def test_the_largest_weight_of_any_head_is_told() -> None:
+    head = {"case": "bam", "seed": 0, "size": "small", "benchmark": "attention", "length": 512}
+    made = [head | {"layer": 1, "head": index, "needle": weight} for index, weight in enumerate((0.25, 0.75, 0.5))]
+    assert "| `bam` | 0.75 (layer.head 1.1) |" in report.attention_table({"rows": made})
 
 
 def test_figures_join_windows_to_half_octaves() -> None:

