@@ -7,7 +7,7 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["BAMPATH_CACHE"] = os.path.join(tempfile.gettempdir(), f"bampath-tests-{os.getuid()}")  # never the user's
 # The suite's time is compile time: LLVM without its optimiser, and XLA without its emitters of fusions where it can do
-# without them (an unknown flag ends the process), each take half of it and change no semantics.
+# without them (an unknown flag ends the process), each take half of it and change nothing but rounding.
 os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_backend_optimization_level=0"]
     + ["--xla_cpu_use_fusion_emitters=false"] * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11))
