@@ -119,6 +119,12 @@ def _searched(call: Call, q_segments: Array, kv_segments: Array) -> Array:
     return seen.swapaxes(0, 1).reshape(keys.shape)[:, : kv_segments.shape[1]]
 
 
+def _stored(head_dim: int) -> int:
+    """The head_dim that the kernels read: rows are whole numbers of 16 bytes, and tiles 64 or 128 wide. Past 64 columns
+    the copy engine has no tiles that the end of a row cuts."""
+    return -(-head_dim // 8) * 8 if head_dim <= 64 else LARGEST_HEAD
+
+
 def _prepared(x: Array, head_dim: int, seen: Array | None = None) -> Array:
     """[B, length, heads, D] with D padded to `head_dim`, length to a multiple of 8, and zero where nobody looks."""
     if seen is not None:
@@ -145,7 +151,8 @@ def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Arr
     from kernels.attention.mosaic_gpu_fused import Options, fused
     from kernels.attention.mosaic_gpu_spec import Tiles
 
-    wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
+    head = _stored(max(call.q.shape[-1], call.v.shape[-1]))
+    wide = 64 if head <= 64 else 128
     row = _tile_table()[str(wide)][_table_row(call)]
     options = Options(
         log_prior=None if call.prior is None else call.prior.log_prior,
@@ -160,9 +167,9 @@ def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Arr
     _check_room(options.tiles, wide, call)
     seen = _seen_keys(call)
     leaves = {
-        "q": _prepared(call.q, wide),
-        "k": _prepared(call.k, wide, seen),
-        "v": _prepared(call.v, wide, seen),
+        "q": _prepared(call.q, head),
+        "k": _prepared(call.k, head, seen),
+        "v": _prepared(call.v, head, seen),
         "params": None if call.prior is None else call.prior.params,
         "sharpness": call.sharpness,
         "gates": call.gates,

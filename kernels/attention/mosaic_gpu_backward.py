@@ -28,6 +28,7 @@ from kernels.attention.mosaic_gpu_spec import (
     near_gates,
     offset_tile,
     read,
+    rows_of,
     spread,
     table,
     vector,
@@ -55,7 +56,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     if near is not None:
         arrays = arrays | {"k_near": -near}
     names = list(arrays)
-    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    d, step, stages, groups = spec.columns, tiles.step, tiles.stages, tiles.groups
     dtype, shape, n_slopes = spec.dtype, (64, tiles.step), spec.slopes
     row_names = [n for n in ROW_INPUTS if n in arrays]
     column_names = [n for n in COLUMN_INPUTS if n in arrays]
@@ -64,10 +65,10 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
     line = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.padded_queries), jnp.float32)
     outputs: dict[str, Any] = {"dq": jax.ShapeDtypeStruct(arrays["q"].shape, dtype)}
     buffers: dict[str, Any] = {
-        "q": matrix(spec, groups, 64, d),
-        "do": matrix(spec, groups, 64, d),
-        "k": matrix(spec, stages, step, d),
-        "v": matrix(spec, stages, step, d),
+        "q": matrix(spec, groups, 64),
+        "do": matrix(spec, groups, 64),
+        "k": matrix(spec, stages, step),
+        "v": matrix(spec, stages, step),
         **{n: vector(n, groups, 64) for n in row_names},
         **{n: vector(n, stages, step) for n in column_names},
         **{f"slope{i}": table(tiles) for i in range(n_slopes)},
@@ -117,7 +118,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
             base = first + wg * 64
             here = pl.ds(base, 64)
             for n in ("q", "do"):
-                plgpu.copy_gmem_to_smem(inputs[n].at[batch, here, head], buf[n].at[wg], bar["q"].at[wg])
+                plgpu.copy_gmem_to_smem(rows_of(spec, inputs[n], batch, here, head), buf[n].at[wg], bar["q"].at[wg])
             for n in row_names:
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
             plgpu.barrier_wait(bar["q"].at[wg])
@@ -223,7 +224,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 dq = dq * (1 / LOG2E if spec.folded else spec.scale)
             buf["q"].at[wg][...] = dq.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buf["q"].at[wg], outs["dq"].at[batch, here, head])
+            plgpu.copy_smem_to_gmem(buf["q"].at[wg], rows_of(spec, outs["dq"], batch, here, head))
             for i in range(n_slopes):
                 plgpu.copy_smem_to_gmem(buf["slope_sums"].at[wg, i], outs["slopes"].at[batch, head, i, here])
             if spec.sharpness:
@@ -247,7 +248,7 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 k_bar = bar["k"].at[slot]
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
                 stored = pl.ds(tile * step + spec.key_offset(first), step)
-                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, stored, kv_head], buf["k"].at[slot], k_bar)
+                plgpu.copy_gmem_to_smem(rows_of(spec, inputs["k"], batch, stored, kv_head), buf["k"].at[slot], k_bar)
                 at = first + (spec.shift + spec.origin - step) - tile * step
                 if spec.prior:
                     copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], k_bar, tiles)
@@ -256,7 +257,9 @@ def query_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[
                 for n in column_names:
                     copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], k_bar)
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["v_free"].at[slot]))
-                plgpu.copy_gmem_to_smem(inputs["v"].at[batch, where, kv_head], buf["v"].at[slot], bar["v"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    rows_of(spec, inputs["v"], batch, where, kv_head), buf["v"].at[slot], bar["v"].at[slot]
+                )
 
     body.__name__ = "attention_dq_" + spec.name(tiles)
     results = plgpu.kernel(

@@ -24,6 +24,7 @@ from kernels.attention.mosaic_gpu_spec import (
     near_gates,
     offset_tile,
     read,
+    rows_of,
     spread,
     table,
     vector,
@@ -50,7 +51,7 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
         near = near * arrays.get("gain", 1.0) * arrays.get("factor", spec.scale * LOG2E)
         arrays = arrays | {"near_lse": arrays["lse"] - near}
     names = list(arrays)
-    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    d, step, stages, groups = spec.columns, tiles.step, tiles.stages, tiles.groups
     dtype, shape = spec.dtype, (64, tiles.step)
     row_names = [n for n in ROW_INPUTS if n in arrays and n == "kv_segments"]
     gate_names = [n for n in ROW_INPUTS if n in arrays and n != "kv_segments"]
@@ -58,10 +59,10 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
 
     outputs: dict[str, Any] = {n: jax.ShapeDtypeStruct(arrays["k"].shape, dtype) for n in ("dk", "dv")}
     buffers: dict[str, Any] = {
-        "k": matrix(spec, groups, 64, d),
-        "v": matrix(spec, groups, 64, d),
-        "q": matrix(spec, stages, step, d),
-        "do": matrix(spec, stages, step, d),
+        "k": matrix(spec, groups, 64),
+        "v": matrix(spec, groups, 64),
+        "q": matrix(spec, stages, step),
+        "do": matrix(spec, stages, step),
         "delta": vector("delta", stages, step),
         **{n: vector(n, groups, 64) for n in (*row_names, *gate_names)},
         **{n: vector(n, stages, step) for n in column_names},
@@ -102,8 +103,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             plgpu.set_max_registers(240 if groups == 2 else 160, action="increase")
             base = first + wg * 64
             here, there = pl.ds(base, 64), pl.ds(stored + wg * 64, 64)
-            plgpu.copy_gmem_to_smem(inputs["k"].at[batch, there, kv_head], buf["k"].at[wg], bar["k"].at[wg])
-            plgpu.copy_gmem_to_smem(inputs["v"].at[batch, here, kv_head], buf["v"].at[wg], bar["k"].at[wg])
+            plgpu.copy_gmem_to_smem(rows_of(spec, inputs["k"], batch, there, kv_head), buf["k"].at[wg], bar["k"].at[wg])
+            plgpu.copy_gmem_to_smem(rows_of(spec, inputs["v"], batch, here, kv_head), buf["v"].at[wg], bar["k"].at[wg])
             for n in row_names:
                 copy_vector(inputs[n], n, batch, kv_head, here, buf[n].at[wg], bar["k"].at[wg])
             plgpu.barrier_wait(bar["k"].at[wg])
@@ -196,8 +197,8 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
             buf["k"].at[wg][...] = (dk * (1 / LOG2E if spec.sharpness else spec.scale)).astype(dtype)
             buf["v"].at[wg][...] = dv.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buf["k"].at[wg], outs["dk"].at[batch, there, kv_head])
-            plgpu.copy_smem_to_gmem(buf["v"].at[wg], outs["dv"].at[batch, there, kv_head])
+            plgpu.copy_smem_to_gmem(buf["k"].at[wg], rows_of(spec, outs["dk"], batch, there, kv_head))
+            plgpu.copy_smem_to_gmem(buf["v"].at[wg], rows_of(spec, outs["dv"], batch, there, kv_head))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == groups)
@@ -213,13 +214,15 @@ def key_gradients(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> dict[st
                 where = pl.ds(tile * step, step)
                 q_bar = bar["q"].at[slot]
                 pl.when(count >= stages)(lambda: plgpu.barrier_wait(bar["q_free"].at[slot]))
-                plgpu.copy_gmem_to_smem(inputs["q"].at[batch, where, head], buf["q"].at[slot], q_bar)
+                plgpu.copy_gmem_to_smem(rows_of(spec, inputs["q"], batch, where, head), buf["q"].at[slot], q_bar)
                 for n in column_names:
                     copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], q_bar)
                 if spec.prior:
                     at = tile * step + (spec.shift + spec.origin - tiles.rows) - first
                     copy_table(inputs["table"].at[:, head], at, buf["table"].at[slot], q_bar, tiles)
-                plgpu.copy_gmem_to_smem(inputs["do"].at[batch, where, head], buf["do"].at[slot], bar["do"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    rows_of(spec, inputs["do"], batch, where, head), buf["do"].at[slot], bar["do"].at[slot]
+                )
                 copy_vector(inputs["delta"], "delta", batch, head, where, buf["delta"].at[slot], bar["do"].at[slot])
 
     body.__name__ = "attention_dkv_" + spec.name(tiles)

@@ -29,12 +29,14 @@ from kernels.attention.mosaic_gpu_spec import (
     near_gates,
     offset_tile,
     read,
+    rows_of,
     spread,
     table,
     vector,
     visible,
     zeros,
 )
+from kernels.attention.mosaic_gpu_tiles import with_zeros
 
 Array = jax.Array
 ROW_INPUTS = ("factor", "gain", "q_gate_hi", "q_gate_lo", "q_segments", "lse_before")
@@ -66,15 +68,15 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
     if near is not None:
         arrays = arrays | {"k_near": -near}
     names = list(arrays)
-    d, step, stages, groups = spec.head_dim, tiles.step, tiles.stages, tiles.groups
+    d, step, stages, groups = spec.columns, tiles.step, tiles.stages, tiles.groups
     dtype, shape = spec.dtype, (64, tiles.step)
     row_names = [n for n in ROW_INPUTS if n in arrays]
     column_names = [n for n in COLUMN_INPUTS if n in arrays]
 
     buffers: dict[str, Any] = {
-        "q": matrix(spec, groups, 64, d),
-        "k": matrix(spec, stages, step, d),
-        "v": matrix(spec, stages, step, d),
+        "q": matrix(spec, groups, 64),
+        "k": matrix(spec, stages, step),
+        "v": matrix(spec, stages, step),
         "lse": vector("lse", groups, 64),
         **{n: vector(n, groups, 64) for n in row_names},
         **{n: vector(n, stages, step) for n in column_names},
@@ -123,14 +125,14 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             base = first + wg * 64
             here = pl.ds(base, 64)
             q_smem = buf["q"].at[wg]
-            plgpu.copy_gmem_to_smem(inputs["q"].at[batch, here, head], q_smem, bar["q"].at[wg])
+            plgpu.copy_gmem_to_smem(rows_of(spec, inputs["q"], batch, here, head), q_smem, bar["q"].at[wg])
             for n in row_names:
                 copy_vector(inputs[n], n, batch, head, here, buf[n].at[wg], bar["q"].at[wg])
             if "o_before" in inputs:
                 # Straight to registers, while the first tiles are on their way: there is no room for it beside them.
                 load: Any = plgpu.load
                 before = load(inputs["o_before"].at[batch, here, head], layout=plgpu.Layout.WGMMA, optimized=False)
-                before = before.astype(jnp.float32)
+                before = with_zeros(before.astype(jnp.float32), d)
             plgpu.barrier_wait(bar["q"].at[wg])
             row = {n: read(buf[n].at[wg], ROW) for n in row_names}
             gain = (row["gain"], 0) if "gain" in row else None
@@ -245,7 +247,7 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
             q_smem[...] = (acc * spread(inverse, (64, d))).astype(dtype)
             buf["lse"].at[wg][...] = jnp.where(seen, m + jnp.log(jnp.where(seen, l, jnp.float32(1))) * LOG2E, -jnp.inf)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem, out_ref.at[batch, here, head])
+            plgpu.copy_smem_to_gmem(q_smem, rows_of(spec, out_ref, batch, here, head))
             plgpu.copy_smem_to_gmem(buf["lse"].at[wg], lse_ref.at[batch, head, here])
             plgpu.wait_smem_to_gmem(0)
 
@@ -262,14 +264,16 @@ def forward(spec: Spec, tiles: Tiles, arrays: dict[str, Array]) -> tuple[Array, 
                 k_bar = bar["k"].at[slot]
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["k_free"].at[slot]))
                 stored = pl.ds(tile * step + spec.key_offset(first), step)
-                plgpu.copy_gmem_to_smem(inputs["k"].at[batch, stored, kv_head], buf["k"].at[slot], k_bar)
+                plgpu.copy_gmem_to_smem(rows_of(spec, inputs["k"], batch, stored, kv_head), buf["k"].at[slot], k_bar)
                 if spec.prior:
                     entry = first + (spec.shift + spec.origin - step) - tile * step
                     copy_table(inputs["table"].at[:, head], entry, buf["table"].at[slot], k_bar, tiles)
                 for n in column_names:
                     copy_vector(inputs[n], n, batch, head, where, buf[n].at[slot], k_bar)
                 pl.when(reuse)(lambda: plgpu.barrier_wait(bar["v_free"].at[slot]))
-                plgpu.copy_gmem_to_smem(inputs["v"].at[batch, where, kv_head], buf["v"].at[slot], bar["v"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    rows_of(spec, inputs["v"], batch, where, kv_head), buf["v"].at[slot], bar["v"].at[slot]
+                )
 
     body.__name__ = "attention_forward_" + spec.name(tiles)
     return plgpu.kernel(

@@ -174,7 +174,7 @@ def _slopes(options: Options, spec: Spec, x: Leaves) -> Array:
 def fused(options: Options, x: Leaves) -> tuple[Array, Array]:
     """(o, natural log-sum-exp [B, T, H]).
 
-    x: q, k, v with head_dim a multiple of 64 and lengths padded to multiples of 8; params, sharpness, gates (four
+    x: q, k, v with head_dim as `Spec` has it and lengths padded to multiples of 8; params, sharpness, gates (four
     sums), q_segments, kv_segments as in `call.Call`, unpadded, None where absent.
     """
     return _forward(options, x)[0]

@@ -54,7 +54,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Spec:
-    """Static description of one call; lengths are the real ones, head_dim a multiple of 64 that the arrays have."""
+    """Static description of one call; lengths are the real ones, head_dim that of the arrays: a multiple of 8 up to 64,
+    or of 64."""
 
     batch: int
     queries: int
@@ -80,6 +81,11 @@ class Spec:
         on = (self.prior, self.sharpness, self.gates, self.segments)
         flags = "".join(letter for letter, present in zip("psgd", on, strict=True) if present)
         return f"d{self.head_dim}_{tiles}_{flags}{self.slopes}"
+
+    @property
+    def columns(self) -> int:
+        """Columns of the tiles of q, k, v, o and their gradients: head_dim, and zeros up to a multiple of 64."""
+        return -(-self.head_dim // 64) * 64
 
     @property
     def offsets(self) -> bool:
@@ -240,7 +246,15 @@ def _clip(x: Array, low: Array, high: Array) -> Array:
 
 def matrix(spec: Spec, *shape: int) -> Any:
     """A shared-memory buffer of matrix tiles, laid out for wgmma."""
-    return plgpu.SMEM(shape, spec.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(
+        (*shape, spec.columns), spec.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
+
+
+def rows_of(spec: Spec, source: Any, batch: Array, where: Any, head: Array) -> Any:
+    """A stretch of a [B, length, heads, D] array as wide as the tiles: what the copy engine reads past D is 0, and what
+    it writes there is dropped."""
+    return source.at[batch, where, head, pl.ds(0, spec.columns)]
 
 
 def vector(name: str, *shape: int) -> Any:

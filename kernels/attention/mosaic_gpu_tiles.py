@@ -137,6 +137,27 @@ def toeplitz_totals(
     return list(build(tile, base, *table_refs))
 
 
+def with_zeros(tile: Array, columns: int) -> Array:
+    """A float32 tile [64, n] and zeros after it, up to `columns`."""
+    present = tile.shape[1]
+    if present == columns:
+        return tile
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def build(_: Any, values: Any) -> Any:
+        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((ROWS, columns)), dtype=object)
+        zero = utils.c(0.0, ir.F32Type.get())
+        none = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [zero, zero])
+        for idx, block, _half in _registers((ROWS, columns)):
+            registers[idx] = values.registers[idx] if 8 * block < present else none
+        return mgpu.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
+
+    return build(tile)
+
+
 def partial_dot(a: Array, b: Array) -> Array:
     """Row sums of a * b, left as float32 [64, 8] partial sums."""
     return _partial(fa.mulf, a, b)

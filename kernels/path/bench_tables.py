@@ -1,6 +1,7 @@
 """The tables of docs/path.md, from results.json."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def kernels(rows: list[Row]) -> list[str]:
     found = [r for r in rows if r.get("pass") == "fwd_bwd kernels" and r.get("kernels")]
     if not found:
         return []
-    short = lambda name: name.split("_d64_")[0].split("_d128_")[0]
+    short = lambda name: re.split(r"_d\d+_", name)[0]
     spent: list[dict[str, float]] = []
     for r in found:
         one: dict[str, float] = {}

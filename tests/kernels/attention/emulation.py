@@ -211,6 +211,8 @@ def install(patch: pytest.MonkeyPatch, tiles: tuple[str, str, str]) -> None:
     ]
     patch.setattr(mosaic_gpu_backward, "toeplitz_totals", totals)
     patch.setattr(mosaic_gpu_backward, "partial_dot", lambda a, b: _sums(a * b))
+    zeros_after = lambda tile, columns: jnp.pad(tile, ((0, 0), (0, columns - tile.shape[1])))
+    patch.setattr(mosaic_gpu_forward, "with_zeros", zeros_after)
     for module in (mosaic_gpu_backward, mosaic_gpu_backward_keys):
         patch.setattr(module, "partial_sum", _sums)
     attend, chosen = mosaic_gpu.attend, tuple(map(mosaic_gpu_spec.Tiles.parse, tiles))

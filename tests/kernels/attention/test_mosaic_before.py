@@ -17,7 +17,8 @@ from tests.kernels.attention.support import PRIORS
 NEW_JAX = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need jax >= 0.11.2")
 LOG2E = math.log2(math.e)
 BEFORE = 37  # keys of the part before
-HEADS, DIM = 2, 64
+HEADS = 2
+DIMS = (64, 40)  # of a head: as wide as a tile, and narrower
 TILES = "1x64x8"
 LIMITS: dict[str, float] = {"params": 4e-2, "sharpness": 1e-2, "rows": 1e-2, "columns": 1e-2}
 Arrays = dict[str, Any]
@@ -33,12 +34,12 @@ def softmax(z: Any, v: Any) -> tuple[Any, Any]:
     return o, lse[..., 0].swapaxes(1, 2)
 
 
-def earlier(rng: np.random.Generator, length: int) -> tuple[Any, Any]:
+def earlier(rng: np.random.Generator, length: int, dim: int) -> tuple[Any, Any]:
     """Logits [1, H, T, BEFORE] and values of the part before: of very different weight from row to row, in every sixth
     row nothing."""
     z = rng.normal(size=(1, HEADS, length, BEFORE)) + rng.uniform(-12, 12, (1, HEADS, length, 1))
     z[:, :, ::6] = -np.inf
-    return z, rng.normal(size=(1, BEFORE, HEADS, DIM))
+    return z, rng.normal(size=(1, BEFORE, HEADS, dim))
 
 
 def joined(before: tuple[Any, Any], z: Any, v: Any) -> tuple[Any, Any]:
@@ -87,18 +88,18 @@ def go_on_from(patch: pytest.MonkeyPatch, o: Any, lse: Any) -> None:
     patch.setattr(mosaic_gpu_fused, "forward", run)
 
 
-def row_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
+def row_errors(patch: pytest.MonkeyPatch, seed: int, dim: int = 64) -> dict[str, float]:
     """Of 256 queries at the end of 299 keys in a window of 99, with grouped heads and a sharpness, which is negative in
     some rows; after BEFORE other keys."""
     from tests.kernels.attention import emulation
 
     emulation.install(patch, ("2x64x8", TILES, TILES))
     rng, length, size = np.random.default_rng(seed), 256, 299
-    normal = lambda n, heads: jnp.asarray(rng.normal(size=(1, n, heads, DIM)), jnp.float16)
+    normal = lambda n, heads: jnp.asarray(rng.normal(size=(1, n, heads, dim)), jnp.float16)
     x: Arrays = {"q": normal(length, HEADS), "k": normal(size, 1), "v": normal(size, 1)}
     x |= {"sharpness": jnp.asarray(rng.uniform(-0.5, 2, (1, length, HEADS)), jnp.float32)}
-    before = earlier(rng, length)
-    cotangents = rng.normal(size=(1, length, HEADS, DIM)), rng.normal(size=(1, length, HEADS))
+    before = earlier(rng, length, dim)
+    cotangents = rng.normal(size=(1, length, HEADS, dim)), rng.normal(size=(1, length, HEADS))
 
     def going_on(x: Arrays) -> Any:
         return attention(**x, window=99, return_lse=True, implementation="mosaic_gpu")
@@ -106,7 +107,7 @@ def row_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
     ahead = (np.arange(size - length, size)[:, None] - np.arange(size))[None, None]
 
     def exact(x: Arrays) -> Any:
-        z = jnp.einsum("bthd,bsd->bhts", x["q"], x["k"][:, :, 0]) / math.sqrt(DIM)
+        z = jnp.einsum("bthd,bsd->bhts", x["q"], x["k"][:, :, 0]) / math.sqrt(dim)
         seen = (ahead >= 0) & (ahead < 99)
         return joined(before, jnp.where(seen, z * heads_first(x["sharpness"]), -jnp.inf), x["v"])
 
@@ -118,7 +119,7 @@ def row_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
     return errors(got, want)
 
 
-def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
+def level_errors(patch: pytest.MonkeyPatch, seed: int, dim: int = 64) -> dict[str, float]:
     """Of a level of PaTH: three children of 64 tokens, whose keys stand there once per pair, after BEFORE other keys;
     with prior, gates, sharpness, documents and padding. Gates have gradients by rows and by columns there."""
     from kernels.attention.mosaic_gpu_fused import Options
@@ -130,15 +131,15 @@ def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
     emulation.install(patch, (TILES,) * 3)
     rng, level = np.random.default_rng(seed), Level(3, 64)
     n, tiles = level.parent, Tiles.parse(TILES)
-    normal = lambda n, heads: jnp.asarray(rng.normal(size=(1, n, heads, DIM)), jnp.float16)
+    normal = lambda n, heads: jnp.asarray(rng.normal(size=(1, n, heads, dim)), jnp.float16)
     q, keys, v = normal(n, HEADS), normal(level.stored, 1), normal(n, 1)
     gates = jnp.asarray(np.cumsum(-np.exp(rng.uniform(-5, 0, (1, n, HEADS))), 1), jnp.float32)
     sharpness = jnp.asarray(rng.uniform(0.2, 2, (1, n, HEADS)), jnp.float32)
     params = jnp.asarray(PRIORS["alibi"][1](rng, HEADS), jnp.float32)
     ids = (np.arange(n)[None] >= rng.integers(75, 120)).astype(int)  # no border between children
     ids[:, -9:] = -1
-    before = earlier(rng, n)
-    do, dlse = rng.normal(size=(1, n, HEADS, DIM)), rng.normal(size=(1, n, HEADS))
+    before = earlier(rng, n, dim)
+    do, dlse = rng.normal(size=(1, n, HEADS, dim)), rng.normal(size=(1, n, HEADS))
 
     pairs = [(a, c) for a in range(level.radix) for c in range(a)]
     token = np.concatenate([c * level.size + np.arange(level.size) for _, c in pairs])  # of every stored key
@@ -147,7 +148,7 @@ def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
     seen = ((index // level.size == reader) & (mine == ids[0][token]) & (mine >= 0))[None, None]
 
     def exact(x: Arrays) -> Any:
-        z = jnp.einsum("bthd,bsd->bhts", x["q"], x["keys"][:, :, 0]) / math.sqrt(DIM)
+        z = jnp.einsum("bthd,bsd->bhts", x["q"], x["keys"][:, :, 0]) / math.sqrt(dim)
         z = z - heads_first(x["params"]) * (index - token)[None, None]
         z = z + heads_first(gates) + heads_first(x["columns"])[:, :, token].swapaxes(2, 3)
         z = z * heads_first(x["sharpness"]) + heads_first(x["rows"])
@@ -160,7 +161,7 @@ def level_errors(patch: pytest.MonkeyPatch, seed: int) -> dict[str, float]:
 
     leaves: Arrays = {"v": v, "params": params, "sharpness": sharpness, "segments": jnp.asarray(ids)}
     leaves["gates"] = (gates, jnp.zeros_like(gates)) * 2
-    options = Options(PRIORS["alibi"][0], 1 / math.sqrt(DIM), True, None, True, (0, 0), (tiles,) * 3)
+    options = Options(PRIORS["alibi"][0], 1 / math.sqrt(dim), True, None, True, (0, 0), (tiles,) * 3)
     earlier_part = jnp.asarray(part[0], jnp.float16), jnp.asarray(part[1], jnp.float32)
     with jax.disable_jit():
         o, lse = gpu_levels.level_forward(options, leaves, level, q, keys, earlier_part)
@@ -181,13 +182,15 @@ def excess(found: dict[str, float]) -> dict[str, float]:
 
 
 @NEW_JAX
-def test_a_row_goes_on_from_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert excess(row_errors(monkeypatch, 0)) == {}
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_row_goes_on_from_other_keys(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert excess(row_errors(monkeypatch, 0, dim)) == {}
 
 
 @NEW_JAX
-def test_a_level_goes_on_from_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert excess(level_errors(monkeypatch, 0)) == {}
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_level_goes_on_from_other_keys(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert excess(level_errors(monkeypatch, 0, dim)) == {}
 
 
 @NEW_JAX
@@ -196,7 +199,7 @@ def test_what_a_softmax_cannot_go_on_from_is_refused() -> None:
     from kernels.attention.mosaic_gpu_fused import Options, make_spec
     from kernels.attention.mosaic_gpu_spec import Tiles
 
-    x = {n: jnp.zeros((1, 200, 1, DIM), jnp.float16) for n in "qkv"}
+    x = {n: jnp.zeros((1, 200, 1, 64), jnp.float16) for n in "qkv"}
     tiles, none = Tiles.parse("2x128x2"), dict.fromkeys(("params", "sharpness", "gates", "q_segments", "kv_segments"))
     spec = make_spec(Options(None, 1.0, True, None, True, (200, 200), (tiles,) * 3), x | none)
     before = {"o_before": x["q"], "lse_before": jnp.zeros((1, 1, spec.padded_queries))}

@@ -21,7 +21,13 @@ from kernels.attention.gates import running_sums
 from kernels.attention.mosaic_gpu_slopes import own_slopes
 
 NEW_JAX = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need jax >= 0.11.2")
-QUICK = ("plain", "bam+ssmax", "fox+bam+ssmax, packed, GQA", "kerple, window, head 96")
+QUICK = (
+    "plain",
+    "bam+ssmax",
+    "fox+bam+ssmax, packed, GQA",
+    "kerple, window, head 96",
+    "bam, negative sharpness, outside, head 48, GQA",
+)
 
 
 def call(length: int = 8, keys: int | None = None, dim: int = 64, dtype: Any = jnp.bfloat16, **options: Any) -> Any:
@@ -251,6 +257,23 @@ def test_lowers_for_hopper_without_one(case: bench_cases.Case, monkeypatch: pyte
     assert exported.mlir_module().count("mosaic_gpu_v2") >= 3
     shapes = jax.tree.leaves(jax.tree.map(lambda a: a.shape, (cotangents, x)))
     assert [n for aval in exported.out_avals for n in aval.shape] == shapes
+
+
+@NEW_JAX
+@pytest.mark.parametrize(("dim", "stored"), [(48, 48), (8, 8), (20, 24), (64, 64), (65, 128)])
+def test_heads_are_read_without_a_padded_copy(dim: int, stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of whole 16 bytes go to the kernels and come from them as they are."""
+    monkeypatch.setattr(mosaic_gpu, "supports", mosaic_gpu.refusal)
+    case = bench_cases.Case("", 2, 72, 2, dim)
+    x, other, cotangents = bench_cases.inputs(case)
+    both = bench_parts.with_gradients(bench_cases.function(case, other, "mosaic_gpu"))
+    text = export_for_hopper(both, x, cotangents).mlir_module()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2(" in line]
+    # q, k, v to o; and do to dq; and do to dk, dv
+    heads = [re.findall(r"tensor<2x72x2x(\d+)xbf16>", line.rsplit(" : (", 1)[1]) for line in calls]
+    assert heads == [[str(stored)] * n for n in (4, 5, 6)]
+    padded = re.findall(r"stablehlo.pad .*-> tensor<2x72x2x\d+xbf16>", text)
+    assert bool(padded) == (dim != stored)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX numbers Mosaic kernels: none are alike")

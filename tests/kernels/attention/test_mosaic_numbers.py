@@ -21,6 +21,11 @@ CASES = (
     Case("fox+bam+ssmax, documents", 1, 400, 1, 64, "ggd", 1.0, True, documents=290, dtype="float16"),
     Case("bam+ssmax, documents longer than tiles", 1, 400, 1, 64, "ggd", 1.0, documents=290, dtype="float16"),
     Case("alibi, not causal", 1, 130, 1, 64, "alibi", dtype="float16", options={"causal": False}),
+    Case("head 48, GQA, window, fewer queries", 2, 141, 4, 48, Hkv=2, S=190, dtype="float16", options={"window": 99}),
+    Case("head 48, fox+bam+ssmax, documents", 1, 201, 2, 48, "ggd", 1.0, True, documents=130, dtype="float16"),
+    Case("head 40, bam+ssmax", 1, 133, 3, 40, "ggd", 1.0, dtype="float16"),
+    Case("head 20, alibi, not causal", 1, 130, 1, 20, "alibi", dtype="float16", options={"causal": False}),
+    Case("head 96", 1, 130, 1, 96, dtype="float16"),
 )  # fmt: skip
 
 
