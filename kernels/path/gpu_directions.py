@@ -29,7 +29,7 @@ from kernels.triton import launch
 Array = jax.Array
 Refs = dict[str, Any]
 F32 = jnp.float32
-HEADS = (16, 32, 64, 128, 256)
+HEADS = range(8, 257, 8)  # with others rows would not start where a thread can load 16 bytes at once
 OUTSIDE = -2  # the document of what is before and after a row
 LOG2E = 1.4426950408889634
 
@@ -46,8 +46,8 @@ class Cut:
     ahead: int = 1
 
     def rows(self, dim: int) -> int:
-        """Of a tile of `dim` columns."""
-        return max(1, 32 * self.warps * self.numbers // dim)
+        """Of a tile that holds `dim` columns."""
+        return max(1, 32 * self.warps * self.numbers // pl.next_power_of_2(dim))
 
     def fitting(self, width: int) -> "Cut":
         """As many numbers as registers hold when a thread keeps four of each per tap."""
@@ -108,7 +108,7 @@ def refusal(w: Array, taps: Array | None) -> str | None:
     if taps.dtype == jnp.float64:
         return "float64"
     if w.shape[3] not in HEADS:
-        return f"head_dim must be one of {', '.join(map(str, HEADS))}, got {w.shape[3]}"
+        return f"head_dim must be a multiple of {HEADS.step}, at most {HEADS[-1]}, got {w.shape[3]}"
     return None
 
 
@@ -213,26 +213,60 @@ def _over_norm(options: Options, x: Array) -> Array:
 
 # ---- Tiles ----
 
+# A tile has a power of two of columns. Those beyond head_dim are loaded as 0 and stay 0, so that no sum along a row
+# notices them, and are not stored.
+
 
 def _column(size: int) -> Array:
     """0 … size − 1, one number per row of a tile."""
     return lax.broadcasted_iota(jnp.int32, (size, 1), 0)
 
 
+def _line(dim: int) -> Array:
+    """0, 1, …, one number per column of a tile that holds `dim`."""
+    return lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(dim)), 1)
+
+
+def _mask(some: Array, dim: int) -> Array:
+    """The first `dim` numbers of a tile's rows, of those among `some`, a column."""
+    wide = pl.next_power_of_2(dim)
+    if dim < wide:
+        some = some & (_line(dim) < dim)
+    return jnp.broadcast_to(some, (some.shape[0], wide))
+
+
 def _place(ref: Any, batch: Array, token: Array, head: Array) -> Any:
     """A tile of ref [B, T, Hkv, D]; token: column."""
-    return ref.at[batch, token, head, lax.broadcasted_iota(jnp.int32, (1, ref.shape[3]), 1)]
+    return ref.at[batch, token, head, _line(ref.shape[3])]
 
 
 def _load(ref: Any, batch: Array, token: Array, head: Array, some: Array) -> Array:
     """The tile in its dtype, 0 in rows that are not among `some`, a column."""
-    mask = jnp.broadcast_to(some, (token.shape[0], ref.shape[3]))
+    mask = _mask(some, ref.shape[3])
     return plgpu.load(_place(ref, batch, token, head), mask=mask, other=0.0)
 
 
 def _store(ref: Any, batch: Array, token: Array, head: Array, some: Array, tile: Array) -> None:
-    mask = jnp.broadcast_to(some, tile.shape)
+    mask = _mask(some, ref.shape[3])
     plgpu.store(_place(ref, batch, token, head), tile.astype(ref.dtype), mask=mask)
+
+
+def _read(ref: Any, *at: Any) -> Array:
+    """The D numbers of ref […, D] at `at`, as many as a tile has columns."""
+    dim, wide = ref.shape[-1], pl.next_power_of_2(ref.shape[-1])
+    if dim == wide:
+        return ref[(*at, slice(None))]
+    line = lax.iota(jnp.int32, wide)
+    return plgpu.load(ref.at[(*at, line)], mask=line < dim, other=0.0)
+
+
+def _write(ref: Any, numbers: Array, *at: Any) -> None:
+    """The inverse of `_read`."""
+    if ref.shape[-1] == numbers.shape[0]:
+        ref[(*at, slice(None))] = numbers
+    else:
+        line = lax.iota(jnp.int32, numbers.shape[0])
+        plgpu.store(ref.at[(*at, line)], numbers, mask=line < ref.shape[-1])
 
 
 def _within(ref: Any, batch: Array, token: Array) -> Array:
@@ -245,8 +279,8 @@ def _documents(ref: Any, batch: Array, token: Array) -> Array:
 
 
 def _taps(ref: Any, head: Array) -> list[Array]:
-    """Per number of tokens back, [1, D] float32."""
-    return [ref[n, head, :].astype(F32)[None, :] for n in reversed(range(ref.shape[0]))]
+    """Per number of tokens back, a row of a tile, float32."""
+    return [_read(ref, n, head).astype(F32)[None, :] for n in reversed(range(ref.shape[0]))]
 
 
 # ---- Kernels ----
@@ -310,7 +344,7 @@ class Walker:
         return Step(*(self.read(name, n) for name in Step._fields))
 
     def begin(self) -> Memory:
-        zeros = jnp.zeros((self.start.shape[0], self.refs["w"].shape[3]), F32)
+        zeros = jnp.zeros((self.start.shape[0], pl.next_power_of_2(self.refs["w"].shape[3])), F32)
         past = [(self.read("w", -n).astype(F32), self.read("document", -n)) for n in range(1, self.kept + 1)]
         ahead = [self.step(n) for n in range(self.options.backward.ahead)]
         return Memory(ahead, past, [zeros] * self.kept, [zeros] * (self.kept + 1))
@@ -355,4 +389,4 @@ def _backward_body(options: Options, walk: Walk, names: tuple[str, ...], *refs: 
     for n in range(walk.tokens, walk.tokens + walker.kept):
         memory = walker.go(jnp.int32(n), taps, memory, own=False)
     for n, total in enumerate(reversed(memory.dtaps)):
-        x["dtaps"][pl.program_id(1), n, head, :] = jnp.sum(total, axis=0)
+        _write(x["dtaps"], jnp.sum(total, axis=0), pl.program_id(1), n, head)

@@ -1,12 +1,14 @@
 """The fused kernels of PaTH's directions, interpreted on CPU, and where the model takes them."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from bampath.config import MeshConfig, get
 from bampath.positions import Tokens
@@ -60,6 +62,12 @@ CASES = {
     "width 1": (1, "float32", 16, 11, Options(True, EPS, **SMALL)),
     "width 2, wide heads": (2, "float32", 128, 17, Options(True, EPS, **SMALL)),
     "width 4, float16": (4, "float16", 16, 29, Options(True, EPS, **SMALL)),
+    "48 of 64 columns": (3, "bfloat16", 48, 67, Options(True, EPS, interpret=True)),
+    "48 of 64 columns, small tiles": (4, "float32", 48, 23, Options(True, EPS, **SMALL)),
+    "40 of 64 columns, no SiLU": (2, "float32", 40, 19, Options(False, EPS, **SMALL)),
+    "24 of 32 columns, width 1": (1, "bfloat16", 24, 11, Options(True, EPS, **SMALL)),
+    "200 of 256 columns": (2, "float16", 200, 9, Options(True, EPS, **SMALL)),
+    "8 columns": (3, "float32", 8, 13, Options(True, EPS, **SMALL)),
 }
 
 
@@ -97,6 +105,65 @@ def test_a_zero_vector_has_no_direction_and_a_gradient() -> None:
     np.testing.assert_array_equal(out, np.zeros((1, 2, 1, 16)))
     np.testing.assert_allclose(dw, 1000 * d, rtol=1e-6)
     np.testing.assert_array_equal(dtaps, np.zeros((1, 1, 16)))
+
+
+class Flat:
+    """An array [2, 3, 2, dim] as a GPU has it: neighbours in memory, of which an index may go past its row."""
+
+    dtype = jnp.float32
+    at = property(lambda self: self)
+
+    def __init__(self, dim: int) -> None:
+        self.shape = (2, 3, 2, dim)
+        self.array = np.random.default_rng(dim).normal(size=self.shape).astype(np.float32)
+        self.memory = self.array.reshape(-1)
+
+    def __getitem__(self, index: Any) -> Any:
+        strides = [stride // 4 for stride in self.array.strides]
+        return self, sum(np.asarray(i) * stride for i, stride in zip(index, strides, strict=True))
+
+
+def flat_load(place: Any, mask: Any, other: float) -> Any:
+    return jnp.where(mask, jnp.asarray(place[0].memory)[place[1]], other)
+
+
+def flat_store(place: Any, value: Any, mask: Any) -> None:
+    places, some = np.broadcast_arrays(place[1], np.asarray(mask))
+    place[0].memory[places[some]] = np.asarray(value)[some]
+
+
+@pytest.mark.parametrize("dim", [24, 40, 48])
+def test_columns_beyond_the_head_are_zeros_and_leave_the_next_head_alone(
+    monkeypatch: pytest.MonkeyPatch, dim: int
+) -> None:
+    """The interpreter has nothing behind a head."""
+    monkeypatch.setattr(gpu_directions, "plgpu", SimpleNamespace(load=flat_load, store=flat_store))
+    some, spare = np.asarray([[True], [False], [True]]), [(0, 0), (0, pl.next_power_of_2(dim) - dim)]
+    token, ref = np.arange(3)[:, None], Flat(dim)
+    tile = gpu_directions._load(ref, 0, token, 1, some)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(tile, np.pad(ref.array[0, :, 1] * some, spare))
+    np.testing.assert_array_equal(gpu_directions._read(ref, 0, 2, 1), np.pad(ref.array[0, 2, 1], spare[1]))
+    want = ref.array.copy()
+    want[0, ::2, 0], want[0, 1, 1] = 7, 8
+    gpu_directions._store(ref, 0, token, 0, some, jnp.full(tile.shape, 7.0))  # type: ignore[arg-type]
+    gpu_directions._write(ref, jnp.full(tile.shape[1:], 8.0), 0, 1, 1)
+    np.testing.assert_array_equal(ref.array, want)
+
+
+def test_what_is_refused_is_told() -> None:
+    """With the reason; None is a call that is served."""
+
+    def refusal(dim: int = 48, dtype: Any = jnp.bfloat16, taps: Any = jnp.float32) -> str | None:
+        kernel = None if taps is None else jax.ShapeDtypeStruct((3, 2, dim), taps)
+        return gpu_directions.refusal(jax.ShapeDtypeStruct((1, 5, 2, dim), dtype), kernel)  # type: ignore[arg-type]
+
+    assert refusal() is None
+    assert refusal(256, jnp.float32, jnp.bfloat16) is None
+    assert refusal(44) == "head_dim must be a multiple of 8, at most 256, got 44"
+    assert refusal(264) == "head_dim must be a multiple of 8, at most 256, got 264"
+    assert refusal(taps=None) == "no convolution"
+    assert refusal(dtype=jnp.int8) == "w must be bfloat16, float16 or float32, got int8"
+    assert refusal(taps=np.float64) == "float64"
 
 
 # ---- In the model ----
@@ -137,9 +204,9 @@ def test_other_machines_leave_it_to_xla() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_what_the_kernels_cannot_serve_is_left_to_xla() -> None:
     w, taps, tokens, _ = call()
-    assert fused(w, taps, tokens)
+    assert all(fused(*call(dim=dim)[:3]) for dim in (8, 16, 24, 40, 48, 256))
+    assert not any(fused(*call(dim=dim)[:3]) for dim in (4, 20, 44, 264))
     assert not fused(w, None, tokens)
-    assert not fused(*call(dim=24)[:3])
     with x64():
         assert not fused(w.astype(jnp.float64), taps, tokens)
         assert not fused(w, taps.astype(jnp.float64), tokens)
@@ -179,7 +246,8 @@ def test_devices_of_a_mesh_have_their_own_rows_and_heads() -> None:
 
 @HOPPER
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [48, 64])
+def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     """One kernel per pass."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -188,7 +256,7 @@ def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
     run = jax.jit(with_gradients(directions))
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
-        exported = jax.export.export(run, platforms=["cuda"], disabled_checks=allowed)(*call(dim=64))
+        exported = jax.export.export(run, platforms=["cuda"], disabled_checks=allowed)(*call(dim=dim))
     text = exported.mlir_module()
     assert text.count("xla.gpu.triton") == 2
     assert all(f'"{name}"' in text for name in ("path_directions", "path_directions_backward"))
