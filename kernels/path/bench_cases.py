@@ -43,6 +43,7 @@ CHECKS = (
     Case("nearly repeated tokens, beta 1.99, head 128", (1, 2048, 2, 128), beta=1.99, same=0.01),
     Case("path, float16, head 32", (1, 777, 2, 32), dtype="float16"),
     Case("path-fox + prior + sharpness, packed, head 80, GQA", (2, 700, 4, 80), 2, gates=True, everything=True),
+    Case("path-fox + prior + sharpness, packed, head 48, GQA", (2, 700, 4, 48), 2, gates=True, everything=True),
     Case("one short row", (1, 100, 2, 64), gates=True),
     Case("path-fox, gates of one half", (1, 1024, 2, 64), gates=True, gate=0.5),
     Case("beta 2", (1, 4096, 2, 64), beta=2.0),

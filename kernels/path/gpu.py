@@ -62,12 +62,12 @@ class PathOptions:
         return BlockOptions(self.scale, self.sharpen_prior, self.interpret)
 
 
-def _options(call: PathCall, wide: int, interpret: bool) -> PathOptions:
+def _options(call: PathCall, width: int, interpret: bool) -> PathOptions:
     from kernels.attention.mosaic_gpu_fused import Options
     from kernels.attention.mosaic_gpu_spec import Tiles
 
     log_prior = None if call.prior is None else call.prior.log_prior
-    light = wide == 64 and call.gates is None
+    light = width <= 64 and call.gates is None
     queries = "2x128x2" if light else "2x64x2"
     keys = "3x64x2" if light and call.segments is None else "2x64x2"  # segments are looked up by aligned blocks
     attention = Options(
@@ -94,11 +94,13 @@ def _padded(x: Array, width: int | None, length: int, value: float = 0) -> Array
 
 def attend(call: PathCall, interpret: bool = False) -> tuple[Array, Array]:
     """(o [B, T, H, Dv], lse [B, T, H]). interpret: run the Triton kernels on CPU, for tests."""
+    from kernels.path.gpu_narrow import array_width
+
     length = call.q.shape[1]
-    wide = 64 if max(call.q.shape[-1], call.v.shape[-1]) <= 64 else 128
-    options = _options(call, wide, interpret)
+    width = array_width(max(call.q.shape[-1], call.v.shape[-1]))
+    options = _options(call, width, interpret)
     full = options.levels[-1].parent * -(-length // options.levels[-1].parent) if options.levels else BLOCK
-    pad = partial(_padded, width=wide, length=full)
+    pad = partial(_padded, width=width, length=full)
     maybe = lambda x, value=0: None if x is None else _padded(x, None, full, value)
     x = {
         "q": pad(call.q),
@@ -122,8 +124,9 @@ def attend(call: PathCall, interpret: bool = False) -> tuple[Array, Array]:
 def path(options: PathOptions, x: Leaves) -> tuple[Array, Array]:
     """(o [B, T, H, Dv], natural lse [B, T, H]).
 
-    x: q, k, v, w [B, T, ·, 64 or 128], beta [B, T, K], params, sharpness [B, T, H], gates (hi, lo) [B, T, H], segments
-    [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where absent.
+    x: q, k, v, w [B, T, ·, D], D 128 or a multiple of 8 to 64, beta [B, T, K], params, sharpness [B, T, H], gates
+    (hi, lo) [B, T, H], segments [B, T], as in `call.PathCall`, padded to whole parents of the top level; None where
+    absent.
     """
     return _attend(options, x, keep=False)[0]
 
@@ -241,7 +244,7 @@ def _own(options: PathOptions, x: Leaves, keys: dict[str, Array], chains: Any) -
 @partial(jax.jit, static_argnums=(0, 2))  # layers that are alike then share one lowering
 def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
-    from kernels.path import gpu_levels
+    from kernels.path import gpu_levels_padded as gpu_levels
 
     keys = _keys(options, x, keep)
     chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.path import gpu_levels
+from kernels.path import gpu_levels_padded as gpu_levels
 from kernels.path.gpu import (
     BLOCK,
     Climb,
@@ -27,6 +27,7 @@ from kernels.path.gpu_blocks import HALF
 from kernels.path.gpu_blocks_backward import block_queries_backward, whole_tiles
 from kernels.path.gpu_keys_backward import block_keys_backward
 from kernels.path.gpu_moves import move_backward_matrices, move_backward_rows
+from kernels.path.gpu_narrow import tile_width
 from kernels.path.gpu_products import runs_backward
 from kernels.path.levels import Level
 
@@ -154,7 +155,8 @@ def _key_gradients(
     through |= {"dk0": above.k, "dp": above.p, "dp_most": above.most}
     if above.k is None:  # a row of one block
         through["dk0"] = jnp.zeros(x["k"].shape, BF16)
-        through["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, dim, dim), F32)
+        side = tile_width(dim)
+        through["dp"] = jnp.zeros((batch, kv_heads, length // BLOCK, side, side), F32)
         through["dp_most"] = through["dp"][..., :1, :]
     return block_keys_backward(x["k"], betas(x), keys, through, interpret=options.interpret)
 

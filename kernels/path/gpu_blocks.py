@@ -11,7 +11,8 @@ and P use three float16 products per float32 product (2⁻²²): P is multiplied
 diverges for repeated tokens. What happens once per query and key runs on float16 operands (2⁻¹²). Every tile is 64 rows
 high, and halves are worked on in turn: larger tiles spill registers.
 
-Layouts: "tokens" [B, T, H, D], "rows" [B, H, T, C], "line" [B, H, T]; T a multiple of 128, D 64 or 128.
+Layouts: "tokens" [B, T, H, D], "rows" [B, H, T, C], "line" [B, H, T]; T a multiple of 128, D 128 or a multiple of 8 to
+64. Below 64 the kernels work as for 64 (`gpu_narrow.py`), and products of blocks are [.., 64, 64].
 """
 
 from collections.abc import Callable
@@ -24,6 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+
+from kernels.path.gpu_narrow import tiled
 
 Array = jax.Array
 BLOCK, HALF = 128, 64
@@ -83,7 +86,7 @@ def launch(
     names = [*inputs, *outputs]
     specs = lambda operands: [_spec(kind, x.shape, group, size, parts) for kind, x, group in operands.values()]
     results = pl.pallas_call(
-        lambda *refs: body(dict(zip(names, refs, strict=True))),
+        lambda *refs: body(dict(zip(names, map(tiled, refs), strict=True))),
         out_shape=[x for _, x, _ in outputs.values()],
         grid=grid,
         in_specs=specs(inputs),

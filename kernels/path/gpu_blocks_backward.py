@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from kernels.path.gpu_blocks import (
     BLOCK,
@@ -33,6 +32,7 @@ from kernels.path.gpu_blocks import (
 )
 from kernels.path.gpu_gradients import Scaled, scale_of
 from kernels.path.gpu_keys import CHUNK, over_chunks
+from kernels.path.gpu_narrow import load_some
 
 Array = jax.Array
 BF16 = jnp.bfloat16
@@ -113,7 +113,7 @@ def _own_matrices(options: BlockOptions, refs: dict[str, Any], s: Any) -> Own:
 def _own_rows(refs: dict[str, Any], half: Array, s: Any, c: Any, own: Own) -> None:
     """Columns c of the gradients of a half's rows; those of the left half have a part from the other tile."""
     left = jnp.broadcast_to(half == 0, (HALF, CHUNK))
-    more = lambda name: pltriton.load(refs[f"{name}_left"].at[:, c], mask=left, other=0.0)
+    more = lambda name: load_some(refs[f"{name}_left"], (slice(None), c), left)
     refs["dv"][s, c] = (dot(own.p, refs["do"][s, c], ta=True) + more("dv")).astype(refs["dv"].dtype)
     q, dleft = refs["q"][s, c].astype(F16), refs["dleft"][s, c]
     refs["dk"][s, c] = own.dcontent.times(q, ta=True).astype(refs["dk"].dtype)

@@ -29,6 +29,7 @@ from kernels.path.gpu_blocks import (
     split,
     triangle,
 )
+from kernels.path.gpu_narrow import tile_width
 
 Array = jax.Array
 BASE, CHUNK = 16, 64
@@ -147,8 +148,9 @@ def block_keys(k: Array, w: Array, beta: Array, *, interpret: bool) -> dict[str,
     inputs = {"w": inputs["w"]} | given("u16", "u_low", "k_half")
     made |= call(_blocks_body, grid, inputs, outputs, name="path_blocks")
     inputs = {"w": inputs["w"]} | given("u16", "u_low") | {n: ("left half", made[n], 1) for n in ("m16", "m_low")}
-    square = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, dim, dim), F16)
-    outputs, parts = dict.fromkeys(("p16", "p_low"), ("square", square, 1)), (dim // CHUNK) ** 2
+    side = tile_width(dim)
+    square = jax.ShapeDtypeStruct((batch, heads, length // BLOCK, side, side), F16)
+    outputs, parts = dict.fromkeys(("p16", "p_low"), ("square", square, 1)), (side // CHUNK) ** 2
     grid = (batch, heads, length // BLOCK * parts)
     made |= call(_products_body, grid, inputs, outputs, name="path_products", parts=parts)
     return {n: made[n] for n in ("w16", "u16", "z16", "x16", "x_low", "k_half", "k16", "p16", "p_low")}

@@ -29,6 +29,7 @@ from kernels.path.gpu_blocks import (
 )
 from kernels.path.gpu_gradients import Exact, Scaled, power, scale_of, scaled_by
 from kernels.path.gpu_keys import over_chunks
+from kernels.path.gpu_narrow import tile_width
 
 Array = jax.Array
 SIZES = ("df_size", "dl_size", "du_size", "dk_size")  # powers of two, one per half
@@ -191,7 +192,7 @@ def block_keys_backward(
         "dk": ("tokens", jax.ShapeDtypeStruct(k.shape, k.dtype), 1),
         "dw_sum": ("tokens", jax.ShapeDtypeStruct(k.shape, F32), 1),
     }
-    parts, grid = dim // HALF, (batch, heads, length // HALF)
+    parts, grid = tile_width(dim) // HALF, (batch, heads, length // HALF)
     if parts == 1:
         body = partial(_halves_backward_body, interpret)
         return halves(body, grid, first | second, outputs | {"dbeta": line}, name="path_halves_backward")

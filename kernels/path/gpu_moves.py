@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.path.gpu_blocks import BLOCK, F16, F32, WARPS, dot
+from kernels.path.gpu_narrow import tile_width, tiled
 from kernels.path.levels import Level, pair_of
 
 Array = jax.Array
@@ -23,7 +24,7 @@ def _call(
     body: Any, grid: Any, ins: Any, outs: Any, ins_at: Any, outs_at: Any, name: str, interpret: bool, stages: int = 1
 ) -> Any:
     return pl.pallas_call(
-        body,
+        lambda *refs: body(*map(tiled, refs)),
         grid=grid,
         out_shape=outs,
         in_specs=ins_at,
@@ -131,7 +132,7 @@ def move_backward_rows(
     }
     if m is not None:
         group = heads // m.shape[1]
-        whole = (None, None, parents, m.shape[3], dim, dim)
+        whole = (None, None, parents, *m.shape[3:])
         operands["m"] = (m, pl.BlockSpec(whole, lambda b, h, i: (b, h // group, 0, 0, 0, 0)))
     operands |= {f"plus{n}": (x, tokens) for n, x in enumerate(plus)}
     if joined is not None:
@@ -152,7 +153,8 @@ def move_backward_rows(
             rows = pl.ds(((parent * count + n) * tiles + tile) * BLOCK, BLOCK)
             return total + times(given["dy"][rows, :], n)
 
-        total = sum((given[f"plus{n}"][...].astype(F32) for n in range(len(plus))), jnp.zeros((BLOCK, dim), F32))
+        zeros = jnp.zeros((BLOCK, tile_width(dim)), F32)
+        total = sum((given[f"plus{n}"][...].astype(F32) for n in range(len(plus))), zeros)
         if joined is not None:
             total += times(given["joined"][...], joined[1] + c)
         if packed:
@@ -182,7 +184,7 @@ def move_backward_matrices(
     x of 16 bits, dy bfloat16.
     """
     batch, length, heads, dim = x.shape
-    group, parents = heads // kv_heads, length // level.parent
+    side, group, parents = tile_width(dim), heads // kv_heads, length // level.parent
     count = _count(level, packed)
     tiles = level.size // BLOCK
 
@@ -198,16 +200,16 @@ def move_backward_matrices(
             b = dy_ref[pl.ds((i * tiles + t) * BLOCK, BLOCK), member, :]
             return total + (dot(b, a, ta=True) if transposed else dot(a, b, ta=True))
 
-        out_ref[...] = lax.fori_loop(0, group * tiles, tile, jnp.zeros((dim, dim), F32))
+        out_ref[...] = lax.fori_loop(0, group * tiles, tile, jnp.zeros((side, side), F32))
 
     rows = lambda z: pl.BlockSpec((None, z.shape[1], group, dim), lambda b, h, i: (b, 0, h, 0))
     return _call(
         body,
         (batch, kv_heads, parents * count),
         (x, dy),
-        [jax.ShapeDtypeStruct((batch, kv_heads, parents, count, dim, dim), F32)],
+        [jax.ShapeDtypeStruct((batch, kv_heads, parents, count, side, side), F32)],
         [rows(x), rows(dy)],
-        [pl.BlockSpec((None, None, None, None, dim, dim), lambda b, h, i: (b, h, i // count, i % count, 0, 0))],
+        [pl.BlockSpec((None, None, None, None, side, side), lambda b, h, i: (b, h, i // count, i % count, 0, 0))],
         "path_move_backward_matrices",
         interpret,
         stages=3 if dim > 64 else 1,
