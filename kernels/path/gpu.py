@@ -244,7 +244,7 @@ def _own(options: PathOptions, x: Leaves, keys: dict[str, Array], chains: Any) -
 @partial(jax.jit, static_argnums=(0, 2))  # layers that are alike then share one lowering
 def _attend(options: PathOptions, x: Leaves, keep: bool) -> Any:
     """((o, lse), results of the blocks' keys, levels); keep: all that the backward pass needs."""
-    from kernels.path import gpu_levels_padded as gpu_levels
+    from kernels.path import gpu_levels
 
     keys = _keys(options, x, keep)
     chains, levels = _chains(options, (keys["p16"], keys["p_low"])), options.levels

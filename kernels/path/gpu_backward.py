@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.path import gpu_levels_padded as gpu_levels
+from kernels.path import gpu_levels
 from kernels.path.gpu import (
     BLOCK,
     Climb,

@@ -1,6 +1,7 @@
 """The GPU backend on CPU: its Triton kernels interpreted, the attention kernels between blocks emulated."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_gpu_path_over_two_levels(monkeypatch: pytest.MonkeyPatch, repeated: boo
     ("dim", "gates", "length"),
     [
         (64, True, 1100),
-        (48, False, 300),
+        (48, False, 256),
         pytest.param(128, True, 1100, marks=pytest.mark.slow),
         pytest.param(128, False, 8300, marks=pytest.mark.slow),  # three levels: all the shared memory there is
     ],
@@ -247,10 +248,12 @@ def test_it_lowers_for_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, gates: 
     allowed = [jax.export.DisabledSafetyCheck.custom_call(n) for n in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
         exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=allowed)(arrays)
+    text = exported.mlir_module()
+    assert dim != 48 or not re.search(r"stablehlo\.(pad|slice) .*x48x\w+>", text)  # no copies of arrays of heads
     levels = len(plan_levels(length, 128))
     blocks = 0 if dim <= 64 else levels + (2 if gates else 3)
-    assert exported.mlir_module().count("mosaic_gpu_v2") == 3 * levels + blocks
-    assert exported.mlir_module().count("xla.gpu.triton") >= 10
+    assert text.count("mosaic_gpu_v2") == 3 * levels + blocks
+    assert text.count("xla.gpu.triton") >= 10
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
