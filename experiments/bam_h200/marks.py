@@ -13,7 +13,7 @@ MARKED = {
     "bam+ssmax": ("rope", "alibi"),
 }
 # The seeds of BAM+SSMax whose passkeys were looked at when the recipe was chosen, by size: at small the rows of
-# training text, at 120m where SSMax starts.
+# training text, at 120m where SSMax starts. In other recipes (other rows, other heads) nothing was chosen.
 CHOSEN_ON = {"small": (0, 1, 2), "120m": (0,)}
 
 
@@ -35,7 +35,8 @@ def marks(part: dict[str, Any]) -> list[str]:
 
 def _told(part: dict[str, Any], shares: dict[str, dict[int, float]], case: str, least: float) -> str:
     """Whether a case reaches a mark, by which seeds, and those that stand beside it."""
-    own, chosen_on = shares[case], CHOSEN_ON.get(part["rows"][0]["size"], ())
+    own = shares[case]
+    chosen_on = () if part["study"].get("recipe") else CHOSEN_ON.get(part["rows"][0]["size"], ())
     told = [f"`{case}` {_mean(own.values())}, mark {least:g}: {_verdict(own, least)}"]
     chosen = {seed: share for seed, share in own.items() if seed in chosen_on}
     if 0 < len(chosen) < len(own):

@@ -47,7 +47,7 @@ from experiments.tables import (
 )
 
 Row = dict[str, Any]
-Part = tuple[str, str, str]  # size, mix, what its cases change of the data
+Part = tuple[str, str, str]  # size, mix, what its cases change of the recipe
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 # A figure holds eight lines that can be told apart.
@@ -62,7 +62,7 @@ GROUPS = {
     "-more": ("bam+ssmax", "nope", "sinusoidal+ssmax", "sinusoidal", "path+fox(bias=5)", "path"),
     "-ablations": (
         *("bam+ssmax", "bam+ssmax(init=0.2)", "bam+ssmax(init=0.4)", "bam+ssmax(inside=false)"),
-        *("bam+ssmax @ clamped", "bam(init=laplace)+ssmax", "bam", "bam+ssmax @ model.heads=16"),
+        *("bam+ssmax @ clamped", "bam(init=laplace)+ssmax", "bam"),
     ),
     "-path": ("path+bam+ssmax", "path+ssmax", "path+bam", "path+fox(bias=5)", "path"),
 }
@@ -77,17 +77,18 @@ COLOURS = 96  # of a figure's file, which is then a third as large
 
 
 def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
-    """(size, mix, changes of the data) -> what the shared tables read, schemes in the study's order and ablations
+    """(size, mix, changes of the recipe) -> what the shared tables read, schemes in the study's order and ablations
     behind them. ValueError for rows of a part without any of training.
 
-    What cases change of the data is a recipe of its own and has its own part, in which they are named without it.
+    What cases change of the data or of the number of heads is a recipe of its own and has its own part, in which they
+    are named without it.
     """
     found: dict[Part, dict[str, Any]] = {}
     order = {case: index for index, case in enumerate(SCHEMES)}
     named = _named(rows)
     place = lambda one: (one[1] != "", order.get(one[0]["case"], len(order)), one[0]["case"])
-    for row, data in sorted(named, key=place):
-        part = found.setdefault((row["size"], row["mix"], data), {"study": {}, "rows": []})
+    for row, recipe in sorted(named, key=place):
+        part = found.setdefault((row["size"], row["mix"], recipe), {"study": {"recipe": recipe}, "rows": []})
         part["rows"].append(row)
         if "train_length" in row:
             part["study"].setdefault("train_length", row["train_length"])
@@ -98,16 +99,17 @@ def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
 
 
 def _named(rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """Rows with their case and what that changes of the data apart."""
-    return [({**row, "case": case}, data) for row in rows for case, data in [without_data(row["case"])]]
+    """Rows with their case and what that changes of the recipe apart."""
+    return [({**row, "case": case}, recipe) for row in rows for case, recipe in [without_recipe(row["case"])]]
 
 
-def without_data(case: str) -> tuple[str, str]:
-    """A case without what it changes of the data, and that: ("rope @ optim.lr=0.004", "data.batch_size=16")."""
+def without_recipe(case: str) -> tuple[str, str]:
+    """A case without what it changes of the data and of the heads' number, and that: ("rope @ optim.lr=0.004",
+    "data.batch_size=16")."""
     cell = Cell(case, 0)
-    data = [change for change in cell.changes if change.startswith("data.")]
-    rest = [change for change in cell.changes if change not in data]
-    return " @ ".join([cell.scheme, *([" ".join(rest)] if rest else [])]), " ".join(data)
+    recipe = [change for change in cell.changes if change.startswith(("data.", "model.heads="))]
+    rest = [change for change in cell.changes if change not in recipe]
+    return " @ ".join([cell.scheme, *([" ".join(rest)] if rest else [])]), " ".join(recipe)
 
 
 def stem(key: Part) -> str:
@@ -116,8 +118,8 @@ def stem(key: Part) -> str:
 
 
 def title(key: Part) -> str:
-    size, mix, data = key
-    return f"Size {size}, mix {mix}" + (f", another recipe: `{data}`" if data else "")
+    size, mix, recipe = key
+    return f"Size {size}, mix {mix}" + (f", another recipe: `{recipe}`" if recipe else "")
 
 
 def seeds_told(runs: Sequence[Row]) -> str:
@@ -194,7 +196,7 @@ def report(results: dict[str, Any], figures: dict[Part, list[str]], speed: dict[
     ]
     repeats = _named(results.get("repeats", []))
     for key, part in parts_of(results["rows"]).items():
-        again = repeat_table([row for row, data in repeats if (row["size"], row["mix"], data) == key], part["rows"])
+        again = repeat_table([row for row, recipe in repeats if (row["size"], row["mix"], recipe) == key], part["rows"])
         parts += section(key, part, figures.get(key, []), again)
     if speed is not None:
         parts += ["## Speed of the train step", speed_table(speed)]

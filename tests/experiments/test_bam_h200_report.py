@@ -29,7 +29,7 @@ def _part(shares: dict[str, dict[int, tuple[float, ...]]]) -> dict[str, Any]:
     return {"study": {"train_length": 512}, "rows": made}
 
 
-def test_what_cases_change_of_the_data_is_a_part_of_its_own() -> None:
+def test_what_cases_change_of_the_data_or_the_heads_is_a_part_of_its_own() -> None:
     training_row = lambda case, length, tokens: {
         **_row(case, 0, 512, 1.0),
         "benchmark": "training",
@@ -45,10 +45,14 @@ def test_what_cases_change_of_the_data_is_a_part_of_its_own() -> None:
         training_row("alibi @ train.steps=9", 512, 7),
         {**training_row("rope", 512, 5), "seed": 1},
         training_row("rope", 512, 5),
+        training_row("rope @ model.heads=16 optim.lr=0.1", 512, 5),
+        training_row("nope @ model.heads=16", 512, 5),
     ]
     parts = report.parts_of(made)
-    plain, other = ("small", "retrieval", ""), ("small", "retrieval", own)
-    assert list(parts) == [plain, other]  # the study's own recipe comes first
+    plain, other, heads = (("small", "retrieval", recipe) for recipe in ("", own, "model.heads=16"))
+    assert set(parts) == {plain, other, heads}
+    assert next(iter(parts)) == plain  # the study's own recipe comes first
+    assert sorted(row["case"] for row in parts[heads]["rows"]) == ["nope", "rope @ optim.lr=0.1"]
     assert [parts[key]["study"]["train_length"] for key in (plain, other)] == [512, 1024]
     assert [row["case"] for row in parts[other]["rows"]] == ["bam+ssmax", "rope @ optim.lr=0.1"]
     assert report.budgets(parts[plain]["rows"]) == "50 steps, 5 tokens or 50 steps, 7 tokens"
@@ -92,6 +96,8 @@ def test_seeds_that_the_recipe_was_chosen_on_stand_beside_fresh_ones() -> None:
     assert others == "32×, others that reach 0.7: none."
     larger = {**part, "rows": [row | {"size": "120m"} for row in part["rows"]]}
     assert "; seed 0 alone 1.00: reached; seeds 1, 2, 3, 4, 5 alone 0.57: not reached." in marks.marks(larger)[0]
+    other_heads = {**larger, "study": {**part["study"], "recipe": "model.heads=16"}}  # nothing was chosen there
+    assert "alone" not in marks.marks(other_heads)[0]
 
 
 def test_the_best_recipe_stands_first_with_the_others_in_the_same_recipe() -> None:
