@@ -104,6 +104,8 @@ def fit(
     """
     if not isinstance(config, Config):
         raise TypeError(f"config={config!r} is no Config; bampath.config.get('tiny', 'train.steps=100') makes one")
+    if not isinstance(run_dir, str | os.PathLike):
+        raise TypeError(f"run_dir={run_dir!r} is no path; give the folder that the run is to be in, 'runs/first' say")
     distributed.check_joined()
     run_dir, out = Path(run_dir).absolute(), out or sys.stdout
     model, rows = build_model(config), sharding.local_rows(sharding.mesh_of(config), config.data.batch_size)

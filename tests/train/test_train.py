@@ -193,6 +193,8 @@ def test_mistakes_from_python_are_named(run, tmp_path):
     _, cfg, *_ = run
     with pytest.raises(TypeError, match=r"config='tiny' is no Config; bampath\.config\.get"):
         fit("tiny", tmp_path / "run")
+    with pytest.raises(TypeError, match=r"run_dir=None is no path; give the folder"):
+        fit(cfg, None)
     with pytest.raises(TypeError, match=r"override \['position=rope'\] is no string such as 'train.steps=100'"):
         config.get("tiny", ["position=rope"])
     for given in (3, {"a": "b"}, None, {"a": 10**400}):
