@@ -45,6 +45,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/path.md"])
+def test_examples_run_as_they_are_written(page: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nan" not in done.stdout
+
+
 def test_other_packages_import_from_the_root_although_one_is_called_kernels() -> None:
     """Whoever looks for the published package finds our folder instead, and must not break on it."""
     code = "import kernels.attention.api, jax, flax, orbax.checkpoint, optax; print(kernels.__file__)"

@@ -176,9 +176,14 @@ def exponent_figure(rows: Iterable[Row], title: str = "What the heads have learn
         figure = Figure(figsize=(6.6, 4.0), layout="constrained")
         axes = figure.add_subplot()
         for index, (layer, own) in enumerate(_group(points, "layer").items()):
-            look: dict[str, Any] = {"c": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            colour, again = COLOURS[index % len(COLOURS)], index >= len(COLOURS)  # then the same marks, but hollow
+            look: dict[str, Any] = {
+                "facecolors": "none" if again else colour,
+                "edgecolors": colour if again else "white",
+            }
+            look["marker"] = MARKERS[index % len(MARKERS)]
             place = of(own, "theta_beta"), of(own, "theta_alpha")
-            axes.scatter(*place, s=52, label=f"layer {layer}", edgecolors="white", zorder=3, **look)
+            axes.scatter(*place, s=40 if again else 52, label=f"layer {layer}", zorder=3, **look)
         betas = of(points, "theta_beta")
         _regimes(axes, min(-1.0, *betas) - 0.2, max(1.0, *betas) + 0.2)
         axes.margins(y=0.15)

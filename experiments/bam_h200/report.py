@@ -233,7 +233,8 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str], again: str)
     learned = [f"![{f}](figures/{f})" for f in figures if f.startswith(of_priors)]
     return [
         f"## {title(key)}",
-        f"Trained at {part['study']['train_length']} tokens: {budgets(runs)}. {len(runs)} runs: {seeds_told(runs)}.",
+        f"Trained at {part['study']['train_length']} tokens: {budgets(runs)}. {len(runs)} run{'s' * (len(runs) > 1)}: "
+        f"{seeds_told(runs)}.",
         *([f"Not run: {', '.join(f'`{case}`' for case in absent)}."] if absent else []),
         *(["\n".join(f"- {line}" for line in [*marks(part), *findings(part)])]),
         passkey_table(part),
@@ -262,6 +263,8 @@ def section(key: Part, part: dict[str, Any], figures: Sequence[str], again: str)
 
 def write_report(folder: Path, speed: Path | None = None) -> Path:
     """Read folder/results.json, write folder/figures and folder/report.md; returns the latter's path."""
+    if not (folder / "results.json").exists():
+        raise FileNotFoundError(f"{folder} has no results.json: no cell is finished, or it is no folder of a study")
     results = kept.read(folder / "results.json")
     parts_of(results["rows"])  # which refuses what cannot be shown, while the older figures are there
     shutil.rmtree(folder / "figures", ignore_errors=True)

@@ -92,7 +92,8 @@ def run_cells(
             break
         _serve(board)
     missing = [cell.slug for cell in cells if cell not in board.rows]
-    print(f"{len(board.rows)} of {len(cells)} cells" + (f"; missing: {', '.join(missing)}" if missing else ""))
+    late = f"; {board.minutes:g} minutes are over, --resume goes on" if missing and _over(board) else ""
+    print(f"{len(board.rows)} of {len(cells)} cells" + (f"; missing: {', '.join(missing)}" if missing else "") + late)
     if board.failed:
         failed = ", ".join(dict.fromkeys(cell.slug for cell in board.failed))
         sys.exit(f"error: failed: {failed}; --resume runs what is missing again")
@@ -158,9 +159,9 @@ def _close(board: Board, one: _Process) -> None:
     """A process has ended; if it did not say why it died, its cell has failed."""
     one.process.join()
     cell, code = one.at or one.cells[0], one.process.exitcode
-    print(f"{cell.slug}: process ended with status {code}", flush=True)
     board.open.remove(one)
     if code:
+        print(f"{cell.slug}: process ended with status {code}", flush=True)
         lost = f"{cell.slug}: {FAR_LOST}killed" if cell in board.rows else f"{cell.slug}: killed"
         print(lost, flush=True)
         board.failed.append(cell)

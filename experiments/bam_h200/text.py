@@ -74,7 +74,10 @@ def cut(tokens: np.ndarray, table: list[list[int]]) -> np.ndarray:
 
 def corpus_of_file(path: Path, gpt2: Path, vocab_size: int) -> TokenCorpus:
     """A file of little-endian uint16 GPT-2 ids (.u16, or .u16.xz), an end of text after every document, as a corpus."""
-    tokens = cut(np.frombuffer(read(path), "<u2"), pieces(gpt2, vocab_size))
+    given, table = np.frombuffer(read(path), "<u2"), pieces(gpt2, vocab_size)
+    if len(given) and given.max() >= len(table):
+        raise ValueError(f"{path} has the token {given.max()}, but the last one of {gpt2} is {len(table) - 1}")
+    tokens = cut(given, table)
     ends = np.flatnonzero(tokens == vocab_size - 1) + 1
     if not len(ends) or ends[-1] != len(tokens):
         raise ValueError(f"{path} must be documents of GPT-2 tokens with an end of text (its last id) after each")

@@ -68,6 +68,9 @@ def test_a_file_of_tokens_becomes_documents(gpt2: Path, tmp_path: Path) -> None:
     np.array([65, 66], "<u2").tofile(tmp_path / "b.u16")
     with pytest.raises(ValueError, match=r"b\.u16 must be documents"):
         text.corpus_of_file(tmp_path / "b.u16", gpt2, 300)
+    np.array([65, end + 1, end], "<u2").tofile(tmp_path / "c.u16")
+    with pytest.raises(ValueError, match=rf"c\.u16 has the token {end + 1}, but the last one of .* is {end}"):
+        text.corpus_of_file(tmp_path / "c.u16", gpt2, 300)
     with pytest.raises(ValueError, match="vocab_size=256 must be between 257 and 321"):
         text.tokenizer_file(gpt2, 256, tmp_path / "x.json")
 
@@ -382,7 +385,8 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     tokens = {row["case"]: row["tokens"] for row in trained if row["benchmark"] == "training"}
     assert tokens["bam+ssmax @ data.batch_size=4"] == 2 * tokens["bam+ssmax"]
     run.main([*common, "--resume", "--cases", "bam+ssmax", "--seeds", "0", "1", "--minutes", "0"])
-    assert "missing: tiny-retrieval-bam-ssmax-seed1" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "missing: tiny-retrieval-bam-ssmax-seed1; 0 minutes are over, --resume goes on" in told
     found = kept.read(tmp_path / "out" / "results.json")["rows"]
     kinds = {row["benchmark"] for row in found}
     assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}

@@ -219,6 +219,11 @@ def test_rows_without_training_are_refused_while_older_figures_are_there(tmp_pat
     assert (study / "figures" / "old.png").exists()
 
 
+def test_a_folder_without_results_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no results\.json: no cell is finished"):
+        report.write_report(tmp_path)
+
+
 def test_speeds_named_by_hand_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"--speed .*nowhere\.json: there is no such file"):
         report.main([str(tmp_path), "--speed", str(tmp_path / "nowhere.json")])
