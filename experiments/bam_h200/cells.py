@@ -16,7 +16,7 @@ import numpy as np
 
 from bampath.config import Config, to_json
 from bampath.data.loader import row_options
-from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell
+from experiments.bam_h200.config import CLAMPED, LOOKED_AT, SIZES, Asked, Cell, without_recipe
 from experiments.studies import rows_of_cell
 
 Row = dict[str, Any]
@@ -115,7 +115,7 @@ class Worker:
         model, shapes = build_model(config), self.trainer.declared.shapes
         widths = sorted({max(group) for group in (*asked.passkey, *asked.niah)})
         self.reader = measure.CompiledReader(model, shapes, asked.chunk, widths, asked.perplexity, self.tokens, pool)
-        lengths = asked.attention if first.case in LOOKED_AT else ()
+        lengths = asked.attention if without_recipe(first.case)[0] in LOOKED_AT else ()
         unrolled = self.trainer.model  # a loop over layers hides what is inside
         self.attention = measure.Attention(unrolled, shapes, self.tokenizer, lengths, pool)
         self.trainer.wait()

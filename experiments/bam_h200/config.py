@@ -10,7 +10,7 @@ SCHEMES = (
     *("bam+ssmax", "rope", "alibi", "path+fox(bias=5)", "bam", "nope", "sinusoidal", "fox(bias=5)", "path"),
     *("path+bam+ssmax", "rope+ssmax", "alibi+ssmax", "nope+ssmax", "sinusoidal+ssmax"),
 )
-LOOKED_AT = ("bam+ssmax", "bam+ssmax(init=0.2)", "rope", "alibi")  # the cases whose attention is kept
+LOOKED_AT = ("bam+ssmax", "bam+ssmax(init=0.2)", "rope", "alibi")  # whose attention is kept, in any recipe
 # Of the retrieval documents in the training text: every row ends in one, or there are none.
 MIXES = {"retrieval": (), "text": ("data.retrieval.share=0",)}
 # What a case may change of the text: how rows are made of it. The text, its tokens and the questions all cells share.
@@ -142,6 +142,15 @@ class Cell:
             _refuse_shared(self.case, change.partition("=")[0])
         changes = (*study.overrides, *MIXES[self.mix], f"data.source={source}", *overrides, *own)
         return replace(study, overrides=changes).config(self.scheme, self.seed, tokenizer)
+
+
+def without_recipe(case: str) -> tuple[str, str]:
+    """A case without what it changes of the data and of the heads' number, and that: ("rope @ optim.lr=0.004",
+    "data.batch_size=16")."""
+    cell = Cell(case, 0)
+    recipe = [change for change in cell.changes if change.startswith(("data.", "model.heads="))]
+    rest = [change for change in cell.changes if change not in recipe]
+    return " @ ".join([cell.scheme, *([" ".join(rest)] if rest else [])]), " ".join(recipe)
 
 
 def _refuse_shared(case: str, key: str) -> None:

@@ -22,7 +22,7 @@ from bampath.command import fail_gracefully
 from experiments.bam_h200 import kept, summary
 from experiments.bam_h200.attention_figure import attention_figure
 from experiments.bam_h200.config import LOOKED_AT as MAIN
-from experiments.bam_h200.config import SCHEMES, Cell
+from experiments.bam_h200.config import SCHEMES, without_recipe
 from experiments.bam_h200.marks import marks
 from experiments.bam_h200.repeats import repeat_table
 from experiments.bam_h200.slim import with_curves
@@ -101,15 +101,6 @@ def parts_of(rows: Sequence[Row]) -> dict[Part, dict[str, Any]]:
 def _named(rows: Sequence[Row]) -> list[tuple[Row, str]]:
     """Rows with their case and what that changes of the recipe apart."""
     return [({**row, "case": case}, recipe) for row in rows for case, recipe in [without_recipe(row["case"])]]
-
-
-def without_recipe(case: str) -> tuple[str, str]:
-    """A case without what it changes of the data and of the heads' number, and that: ("rope @ optim.lr=0.004",
-    "data.batch_size=16")."""
-    cell = Cell(case, 0)
-    recipe = [change for change in cell.changes if change.startswith(("data.", "model.heads="))]
-    rest = [change for change in cell.changes if change not in recipe]
-    return " @ ".join([cell.scheme, *([" ".join(rest)] if rest else [])]), " ".join(recipe)
 
 
 def stem(key: Part) -> str:

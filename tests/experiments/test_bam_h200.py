@@ -390,6 +390,8 @@ def test_the_study_runs_and_resumes(gpt2: Path, tmp_path: Path, capsys: pytest.C
     found = kept.read(tmp_path / "out" / "results.json")["rows"]
     kinds = {row["benchmark"] for row in found}
     assert kinds == {"training", "passkey", "niah", "perplexity", "prior", "attention"}
+    looked_at = {row["case"] for row in found if row["benchmark"] == "attention"}
+    assert looked_at == {"bam+ssmax", "bam+ssmax @ data.batch_size=4"}  # in every recipe
     page = report.write_report(tmp_path / "out").read_text()
     assert "| `bam+ssmax` |" in page
     assert "## Size tiny, mix retrieval, another recipe: `data.batch_size=4`" in page
