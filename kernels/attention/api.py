@@ -99,8 +99,8 @@ def attention(
 
     Returns:
       o [B, T, H, Dv] in q's dtype, or (o, lse). A query that sees nothing gives o = 0 and gradients exactly 0. Values
-      of keys that nobody sees (padding, unused cache slots) do not matter, NaN included. Differentiable once, in
-      reverse mode; a second time with "reference".
+      of keys that nobody sees (padding, unused cache slots) do not matter, NaN included; queries must be finite in
+      padding as well. Differentiable once, in reverse mode; a second time with "reference".
 
     Raises:
       ValueError or TypeError that names the argument, its value and what would be right.
