@@ -254,7 +254,8 @@ def matrix(spec: Spec, *shape: int) -> Any:
 def rows_of(spec: Spec, source: Any, batch: Array, where: Any, head: Array) -> Any:
     """A stretch of a [B, length, heads, D] array as wide as the tiles: what the copy engine reads past D is 0, and what
     it writes there is dropped."""
-    return source.at[batch, where, head, pl.ds(0, spec.columns)]
+    start = batch * 0 if spec.head_dim < spec.columns else 0  # a number that JAX knows may not lead past the end
+    return source.at[batch, where, head, pl.ds(start, spec.columns)]
 
 
 def vector(name: str, *shape: int) -> Any:
