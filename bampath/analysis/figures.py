@@ -177,13 +177,10 @@ def exponent_figure(rows: Iterable[Row], title: str = "What the heads have learn
         axes = figure.add_subplot()
         for index, (layer, own) in enumerate(_group(points, "layer").items()):
             colour, again = COLOURS[index % len(COLOURS)], index >= len(COLOURS)  # then the same marks, but hollow
-            look: dict[str, Any] = {
-                "facecolors": "none" if again else colour,
-                "edgecolors": colour if again else "white",
-            }
-            look["marker"] = MARKERS[index % len(MARKERS)]
+            look: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "s": 40 if again else 52}
+            look |= {"facecolors": "none" if again else colour, "edgecolors": colour if again else "white"}
             place = of(own, "theta_beta"), of(own, "theta_alpha")
-            axes.scatter(*place, s=40 if again else 52, label=f"layer {layer}", zorder=3, **look)
+            axes.scatter(*place, label=f"layer {layer}", zorder=3, **look)
         betas = of(points, "theta_beta")
         _regimes(axes, min(-1.0, *betas) - 0.2, max(1.0, *betas) + 0.2)
         axes.margins(y=0.15)

@@ -119,7 +119,7 @@ def _searched(call: Call, q_segments: Array, kv_segments: Array) -> Array:
     return seen.swapaxes(0, 1).reshape(keys.shape)[:, : kv_segments.shape[1]]
 
 
-def _stored(head_dim: int) -> int:
+def stored_head(head_dim: int) -> int:
     """The head_dim that the kernels read: rows are whole numbers of 16 bytes, and tiles 64 or 128 wide. Past 64 columns
     the copy engine has no tiles that the end of a row cuts."""
     return -(-head_dim // 8) * 8 if head_dim <= 64 else LARGEST_HEAD
@@ -151,7 +151,7 @@ def attend(call: Call, tiles: Any = None, skip: bool = True) -> tuple[Array, Arr
     from kernels.attention.mosaic_gpu_fused import Options, fused
     from kernels.attention.mosaic_gpu_spec import Tiles
 
-    head = _stored(max(call.q.shape[-1], call.v.shape[-1]))
+    head = stored_head(max(call.q.shape[-1], call.v.shape[-1]))
     wide = 64 if head <= 64 else 128
     row = _tile_table()[str(wide)][_table_row(call)]
     options = Options(

@@ -94,10 +94,8 @@ def _padded(x: Array, width: int | None, length: int, value: float = 0) -> Array
 
 def attend(call: PathCall, interpret: bool = False) -> tuple[Array, Array]:
     """(o [B, T, H, Dv], lse [B, T, H]). interpret: run the Triton kernels on CPU, for tests."""
-    from kernels.path.gpu_narrow import array_width
-
     length = call.q.shape[1]
-    width = array_width(max(call.q.shape[-1], call.v.shape[-1]))
+    width = mosaic_gpu.stored_head(max(call.q.shape[-1], call.v.shape[-1]))
     options = _options(call, width, interpret)
     full = options.levels[-1].parent * -(-length // options.levels[-1].parent) if options.levels else BLOCK
     pad = partial(_padded, width=width, length=full)

@@ -13,17 +13,12 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 Array = jax.Array
-TILE, STEP = 64, 8  # STEP: rows begin at multiples of 16 bytes
+TILE = 64
 
 
 def tile_width(dim: int) -> int:
     """Columns of the tiles that hold `dim`, and rows and columns of the products of blocks."""
     return max(dim, TILE)
-
-
-def array_width(dim: int) -> int:
-    """Columns of the arrays in memory."""
-    return STEP * -(-dim // STEP) if dim <= TILE else 2 * TILE
 
 
 def tiled(ref: Any) -> Any:
